@@ -1,0 +1,1 @@
+"""How many nodes a round is worth: one policy per file."""

@@ -1,0 +1,93 @@
+"""The four seams. `decode/loop.py` knows these and nothing else; what stands behind them is chosen
+in conf/.
+
+A new target family, drafter, tree builder or budget policy is one file that satisfies one of these
+protocols and one yaml that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from graft.core.types import Draft, DraftTree, RoundState, Step
+
+
+class Target(Protocol):
+    """The LLM whose output must be reproduced. Holds the one cache that a response lives in."""
+
+    device: torch.device
+    max_context: int  # positions the model was made for
+
+    def prefill(self, tokens: Sequence[int]) -> Step:
+        """Start a new response: forget the cache, run the prompt, keep the logits of its last
+        position.
+        """
+        ...
+
+    def verify(self, tree: DraftTree) -> Step:
+        """Run root and nodes in one pass. Leaves the context as it was until `commit`."""
+        ...
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Append the rows of these nodes of the last verified tree to the context."""
+        ...
+
+
+class Backbone(Protocol):
+    """What a drafter may borrow from its target: its embedding, its head, its taps, and the facts
+    to check against.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    name: str
+    hidden_size: int
+    vocab_size: int  # embedding rows
+    num_layers: int
+
+    def tap(self, layer_ids: Sequence[int]) -> None:
+        """From now on `Step.taps` holds the outputs of these blocks (0-based), concatenated in this
+        order.
+        """
+        ...
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Input embeddings: [...] int64 -> [..., H]."""
+        ...
+
+    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of final hidden states: [..., H] -> [..., V]."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes D positions in one pass."""
+
+    def reset(self) -> None:
+        """Forget the response."""
+        ...
+
+    def propose(self, root: int, taps: torch.Tensor) -> Draft:
+        """Draft what follows `root`. `taps` [n, n_taps * H] are those of the n tokens committed
+        since the last call.
+        """
+        ...
+
+
+class TreeBuilder(Protocol):
+    """Turns a draft into a tree of at most `budget` drafted nodes, in admission order."""
+
+    def build(self, draft: Draft, budget: int) -> DraftTree: ...
+
+
+class BudgetPolicy(Protocol):
+    """Decides how many nodes a round is worth: before building (`allocate`), after it (`trim`), or
+    both.
+    """
+
+    def allocate(self, state: RoundState) -> int: ...
+
+    def trim(self, tree: DraftTree, context_length: int) -> int: ...

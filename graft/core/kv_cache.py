@@ -1,0 +1,80 @@
+"""One preallocated key/value buffer for all layers: written in place, committed in place, grown in
+blocks.
+
+The target keeps its context here and writes the rows of a tree behind it; the drafter keeps its
+context features. `length` counts the committed rows; rows past it are scratch, so "crop" is simply
+not advancing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+GROWTH = 256  # rows; growing copies the buffer, so it must be rare beside the rounds
+
+
+class KVCache:
+    """Keys and values of `layers` attention layers for one sequence, each a view [1, heads, rows,
+    head_dim].
+    """
+
+    def __init__(
+        self, *, layers: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.length = 0
+        self._buffer = torch.empty(layers, 2, 1, heads, 0, head_dim, dtype=dtype, device=device)
+        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def capacity(self) -> int:
+        """Rows allocated."""
+        return self._buffer.shape[4]
+
+    def reserve(self, rows: int) -> None:
+        """Make room for `rows` rows behind the committed ones. Committed rows are kept, scratch
+        rows are not.
+        """
+        needed = self.length + rows
+        if needed <= self.capacity:
+            return
+        layers, _, _, heads, _, head_dim = self._buffer.shape
+        grown = self._buffer.new_empty(layers, 2, 1, heads, -(-needed // GROWTH) * GROWTH, head_dim)
+        grown[..., : self.length, :] = self._buffer[..., : self.length, :]
+        self._buffer = grown
+        self._views = [(grown[layer, 0], grown[layer, 1]) for layer in range(layers)]
+
+    def write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, offset: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put n rows [1, heads, n, head_dim] `offset` rows behind the committed ones.
+
+        Returns keys and values of everything up to and including them, as views.
+        """
+        start = self.length + offset
+        end = start + keys.shape[2]
+        all_keys, all_values = self._views[layer]
+        all_keys[:, :, start:end] = keys
+        all_values[:, :, start:end] = values
+        return all_keys[:, :, :end], all_values[:, :, :end]
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Keep these scratch rows (0-based behind the committed ones, ascending), moved together,
+        as committed.
+        """
+        start = self.length
+        moved = [(to, row) for to, row in enumerate(rows) if to != row]
+        if moved:  # rows that already lie where they belong are not touched
+            first = start + moved[0][0]
+            source = torch.tensor([start + row for _, row in moved], device=self._buffer.device)
+            self._buffer[..., first : first + len(moved), :] = self._buffer.index_select(4, source)
+        self.length = start + len(rows)
+
+    def rows(self) -> torch.Tensor:
+        """The committed rows of all layers: [layers, 2, 1, heads, length, head_dim], a view."""
+        return self._buffer[..., : self.length, :]
+
+    def reset(self) -> None:
+        """Forget the sequence, keep the memory."""
+        self.length = 0

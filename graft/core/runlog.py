@@ -1,0 +1,128 @@
+"""What a run leaves behind: what made it (run.json), its numbers (metrics.jsonl), and W&B if asked.
+
+Files are written whole or appended a line at a time, so an interrupted run leaves nothing
+half-written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+PACKAGES = ("torch", "transformers", "numpy", "numba", "hydra-core")
+
+
+def provenance(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What made a result: resolved config, command, git revision, versions, machine."""
+    return {
+        "config": config,
+        "command": sys.argv,
+        "git": _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain") else ""),
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in PACKAGES},
+        "machine": {
+            "platform": platform.platform(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one, never a part."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+class RunLog:
+    """The log of one run in `folder`. `wandb` is None, "offline" or "online"."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        *,
+        stage: str,
+        wandb: Literal["offline", "online"] | None = None,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = folder / "metrics.jsonl"
+        write_atomically(folder / "run.json", json.dumps(provenance(config), indent=2) + "\n")
+        self._run = None
+        if wandb is not None:
+            import wandb as wandb_sdk
+
+            self._run = wandb_sdk.init(
+                project="graft",
+                job_type=stage,
+                dir=folder,
+                mode=wandb,
+                config=dict(config),
+                settings={"silent": True},
+            )
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Append one row of numbers."""
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        if self._run is not None:
+            self._run.log(dict(row))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows logged so far, by this run or by an interrupted one in the same folder (its torn
+        last line is cut).
+        """
+        if not self._metrics.exists():
+            return []
+        whole = [
+            line
+            for line in self._metrics.read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
+        write_atomically(self._metrics, "".join(whole))
+        return [json.loads(line) for line in whole]
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+def _git(*arguments: str) -> str:
+    root = Path(__file__).resolve().parents[2]
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu"
+    )

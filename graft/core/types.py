@@ -1,0 +1,164 @@
+"""What crosses a seam, as frozen dataclasses, and the letters used in every shape comment.
+
+    D draft depth (block size - 1)     N nodes of a tree, root included (N = budget + 1)
+    K candidates kept per depth        B budget: drafted nodes in a round, root excluded
+    V vocabulary    H hidden size      T context length: tokens in the target's cache
+
+What the host works on (tokens, parents, scores, masks) is numpy; what lives on the device is torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from graft.core.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """The drafter's marginals for the D positions after the root, best candidates first."""
+
+    root: int
+    tokens: np.ndarray  # [D, K] int64
+    log_probs: (
+        np.ndarray
+    )  # [D, K] float32, <= 0, non-increasing along K, normalised over the whole vocabulary
+    hidden: torch.Tensor  # [D, H] the drafter's states behind them, on its device
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTree:
+    """A token tree in admission order: node 0 is the root, a parent precedes its children, any
+    prefix is a tree.
+    """
+
+    tokens: np.ndarray  # [N] int64
+    parents: np.ndarray  # [N] int64, -1 at the root
+    depths: np.ndarray  # [N] int64, 0 at the root
+    log_scores: np.ndarray  # [N] float32, log score of the path from the root; 0 at the root
+    visible: np.ndarray  # [N, N] bool, row i marks the ancestors of i and i itself
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node hangs under the one before it, so that plain causal attention is the
+        tree mask.
+        """
+        return int(self.depths[-1]) == len(self) - 1
+
+    def prefix(self, budget: int) -> DraftTree:
+        """The tree of the first `budget` drafted nodes (the prefix law: the same tree a smaller
+        budget builds).
+        """
+        n = budget + 1
+        if n >= len(self):
+            return self
+        return DraftTree(
+            self.tokens[:n],
+            self.parents[:n],
+            self.depths[:n],
+            self.log_scores[:n],
+            self.visible[:n, :n],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What one pass of the target returns. After `prefill`, logits hold the last position only."""
+
+    logits: torch.Tensor  # [N, V] in the target's dtype
+    taps: (
+        torch.Tensor
+    )  # [N, n_taps * H] outputs of the tapped blocks, [N, 0] when nothing is tapped
+
+
+@dataclass(frozen=True, slots=True)
+class RoundState:
+    """What a budget policy may look at before the tree is built."""
+
+    draft: Draft
+    context_length: int  # T
+    accepted: Sequence[int]  # accepted drafted tokens of every earlier round of this response
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Round:
+    """One pass through the seven verbs of `decode/loop.py`, as the on-round hook sees it."""
+
+    index: int
+    context_length: int  # T before this round's commit
+    draft: Draft
+    budget: int  # what the policy allocated; the tree may hold fewer nodes
+    tree: DraftTree
+    step: Step
+    path: list[int]  # accepted nodes, root first
+    bonus: int  # the target's own token after the path
+    seconds: dict[str, float]  # by verb
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response to make. Raises `InputError` where a value makes no sense."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0  # keep the smallest set of tokens with at least this mass
+    top_k: int = 0  # keep this many tokens; 0 keeps all
+    seed: int = 0
+    stop_tokens: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        checks = {
+            "the prompt is empty": len(self.prompt) > 0,
+            f"max_new_tokens must be at least 1, not {self.max_new_tokens}": self.max_new_tokens
+            >= 1,
+            f"temperature must be 0 (greedy) or positive, not {self.temperature}": self.temperature
+            >= 0,
+            f"top_p must lie in (0, 1], not {self.top_p}": 0 < self.top_p <= 1,
+            f"top_k must be 0 (off) or positive, not {self.top_k}": self.top_k >= 0,
+        }
+        for message, holds in checks.items():
+            if not holds:
+                raise InputError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished response and what it took. MAT is the mean of `committed`."""
+
+    tokens: list[int]  # the response, the stop token included
+    stopped: bool  # ended by a stop token rather than by max_new_tokens
+    committed: list[
+        int
+    ]  # tokens committed by each round, bonus included; the last round counts in full
+    nodes: list[int]  # drafted nodes verified in each round
+    seconds: dict[str, float] = field(
+        default_factory=dict
+    )  # total by stage; "prefill" stands beside the verbs
+    decode_seconds: float = 0.0  # wall clock after the prefill, first draft pass included
+
+    @property
+    def mat(self) -> float:
+        """Mean tokens committed per round (nan before the first round)."""
+        return sum(self.committed) / len(self.committed) if self.committed else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed. The first token comes from the prefill, so neither it nor the prefill
+        counts.
+        """
+        return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds else float("nan")
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Decoding time outside the two forward passes (`propose` and `verify`)."""
+        return (
+            self.decode_seconds - self.seconds.get("propose", 0.0) - self.seconds.get("verify", 0.0)
+        )

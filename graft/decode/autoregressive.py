@@ -1,0 +1,51 @@
+"""Plain decoding, one token a pass: the baseline every speedup is quoted against, and the oracle of
+losslessness.
+
+It runs on the same target, cache and kernels as `loop.generate` and does none of its work: no
+drafter, no tree, no walk. It is its own loop because a baseline must not pay our overhead and an
+oracle must not share our bugs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from graft.core.clock import Clock
+from graft.core.interfaces import Target
+from graft.core.tree import chain_tree
+from graft.core.types import Generation, Request
+from graft.decode.response import Response, check_fits
+from graft.decode.sampling import Sampler
+
+
+def generate(
+    request: Request, *, target: Target, on_tokens: Callable[[list[int]], None] | None = None
+) -> Generation:
+    """Decode one response token by token. Every pass is a round that commits one token: MAT = 1."""
+    check_fits(request, target)
+    clock = Clock(target.device)
+    sampler = Sampler(request, target.device)
+    response = Response(request, on_tokens)
+    nothing = np.empty(0, np.int64), np.empty(0, np.float32)
+    with clock("prefill"):
+        token = sampler.draws(target.prefill(request.prompt).logits)(0)
+    start = clock.now()
+    response.extend([token])
+    while not response.finished:
+        with clock("verify"):
+            step = target.verify(chain_tree(token, *nothing))
+            target.commit([0])
+        with clock("accept"):
+            token = sampler.draws(step.logits)(0)
+        response.extend([token])
+    passes = len(response.tokens) - 1
+    return Generation(
+        tokens=response.tokens,
+        stopped=response.stopped,
+        committed=[1] * passes,
+        nodes=[0] * passes,
+        seconds=dict(clock.totals),
+        decode_seconds=clock.now() - start,
+    )

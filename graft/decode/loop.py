@@ -1,0 +1,91 @@
+"""THE loop. DFlash chain, DDTree and GRAFT are configs over it: they differ in the builder and the
+budget policy.
+
+A round is seven verbs: propose, allocate, build, trim, verify, accept, commit. At the head of the
+loop the target's cache holds every committed token but the last, the root; the drafter has seen the
+taps of all but the last `taps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from graft.core.clock import Clock
+from graft.core.interfaces import BudgetPolicy, Drafter, Target, TreeBuilder
+from graft.core.tree import accept
+from graft.core.types import Generation, Request, Round, RoundState
+from graft.decode.response import Response, check_fits
+from graft.decode.sampling import Sampler
+
+
+def generate(
+    request: Request,
+    *,
+    target: Target,
+    drafter: Drafter,
+    builder: TreeBuilder,
+    budget: BudgetPolicy,
+    on_round: Callable[[Round], None] | None = None,
+    on_tokens: Callable[[list[int]], None] | None = None,
+) -> Generation:
+    """Decode one response. The tokens are those of `autoregressive.generate` for the same request.
+
+    `on_round` sees every round with its draft, tree and logits; `on_tokens` gets new tokens as they
+    are committed.
+    """
+    check_fits(request, target)
+    clock = Clock(target.device)
+    sampler = Sampler(request, target.device)
+    response = Response(request, on_tokens)
+    drafter.reset()
+    with clock("prefill"):
+        step = target.prefill(request.prompt)
+        root = sampler.draws(step.logits)(0)
+    taps, context_length = step.taps, len(request.prompt)
+    accepted: list[int] = []
+    nodes: list[int] = []
+    clock.lap()
+    start = clock.now()
+    response.extend([root])
+    while not response.finished:
+        with clock("propose"):
+            draft = drafter.propose(root, taps)
+        with clock("allocate"):
+            allocated = budget.allocate(RoundState(draft, context_length, accepted))
+        with clock("build"):
+            tree = builder.build(draft, allocated)
+        with clock("trim"):
+            tree = tree.prefix(budget.trim(tree, context_length))
+        with clock("verify"):
+            step = target.verify(tree)
+        with clock("accept"):
+            path, bonus = accept(tree, sampler.draws(step.logits))
+        with clock("commit"):
+            target.commit(path)
+            taps = step.taps[path]
+        if on_round is not None:
+            on_round(
+                Round(
+                    index=len(nodes),
+                    context_length=context_length,
+                    draft=draft,
+                    budget=allocated,
+                    tree=tree,
+                    step=step,
+                    path=path,
+                    bonus=bonus,
+                    seconds=clock.lap(),
+                )
+            )
+        root, context_length = bonus, context_length + len(path)
+        accepted.append(len(path) - 1)
+        nodes.append(len(tree) - 1)
+        response.extend([*tree.tokens[path[1:]].tolist(), bonus])
+    return Generation(
+        tokens=response.tokens,
+        stopped=response.stopped,
+        committed=[drafted + 1 for drafted in accepted],
+        nodes=nodes,
+        seconds=dict(clock.totals),
+        decode_seconds=clock.now() - start,
+    )

@@ -1,0 +1,60 @@
+"""Draw the target's token: argmax at T = 0, else from softmax(logits / T) in fp32 after top-k and
+top-p.
+
+One draw per committed token, in text order, from one seeded stream. Plain and tree decoding
+therefore consume the stream identically, and the same seed gives the same text in both (up to the
+rounding of the logits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from graft.core.types import Request
+
+
+class Sampler:
+    """The token draw of one response."""
+
+    def __init__(self, request: Request, device: torch.device) -> None:
+        self._request = request
+        self._generator = torch.Generator(device).manual_seed(request.seed)
+
+    def draws(self, logits: torch.Tensor) -> Callable[[int], int]:
+        """Give the function that maps a node to the target's token after it, for logits [N, V]."""
+        if self._request.temperature == 0:
+            return greedy(logits).__getitem__
+        return lambda node: self._draw(logits[node])
+
+    def _draw(self, logits: torch.Tensor) -> int:
+        probs = probabilities(logits, self._request)
+        return int(torch.multinomial(probs, 1, generator=self._generator))
+
+
+def greedy(logits: torch.Tensor) -> list[int]:
+    """The best token of every row of [N, V], the first of equals."""
+    if logits.device.type == "cpu":
+        return (
+            logits.float().numpy().argmax(-1).tolist()
+        )  # 8x torch's CPU argmax, which would be most of the overhead
+    return logits.argmax(-1).tolist()  # one launch and one copy for all nodes
+
+
+def probabilities(logits: torch.Tensor, request: Request) -> torch.Tensor:
+    """The distribution a token is drawn from at T > 0: logits [V] -> [V] float32.
+
+    The k-th best and the token that completes the mass of top-p are kept, and so is everything tied
+    with them: a cut between equal logits would depend on the sort.
+    """
+    scaled = logits.float() / request.temperature
+    if 0 < request.top_k < len(scaled):
+        scaled = scaled.masked_fill(scaled < scaled.topk(request.top_k).values[-1], -torch.inf)
+    probs = scaled.softmax(-1)
+    if request.top_p < 1:
+        ranked = probs.sort(descending=True).values
+        kept = int((ranked.cumsum(-1) < request.top_p).sum())  # ranks before the mass is reached
+        probs = probs.masked_fill(probs < ranked[min(kept, len(ranked) - 1)], 0.0)
+        probs = probs / probs.sum()
+    return probs

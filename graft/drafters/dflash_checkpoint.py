@@ -1,0 +1,101 @@
+"""Load and save DFlash drafters in the published format: config.json and safetensors, no remote
+code.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from graft.core.errors import InputError
+from graft.drafters.dflash_config import dump, parse
+from graft.drafters.dflash_net import DFlashNet
+
+
+def load(checkpoint: str) -> DFlashNet:
+    """The network of a local folder or a hub id, in its saved dtype. Raises InputError."""
+    folder = _folder(checkpoint)
+    try:
+        raw = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError as error:
+        raise InputError(f"drafter {checkpoint}: {folder} has no config.json") from error
+    except ValueError as error:
+        raise InputError(
+            f"drafter {checkpoint}: config.json is not valid JSON ({error})"
+        ) from error
+    net = DFlashNet(parse(raw, f"drafter {checkpoint}"))
+    state: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            state |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise InputError(
+                f"drafter {checkpoint}: {file.name} is truncated or damaged ({error}): "
+                "fetch it again"
+            ) from error
+    if not state:
+        raise InputError(
+            f"drafter {checkpoint}: {folder} holds no .safetensors weights (pickles are not read)"
+        )
+    _check(net, state, f"drafter {checkpoint}")
+    net.load_state_dict(state, assign=True)
+    return net.eval().requires_grad_(False)
+
+
+def save(net: DFlashNet, folder: Path) -> None:
+    """Write config.json and model.safetensors; the folder appears whole or not at all."""
+    partial = folder.with_name(folder.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    dtype = str(net.fc.weight.dtype).removeprefix("torch.")
+    (partial / "config.json").write_text(
+        json.dumps(dump(net.config, dtype), indent=2, sort_keys=True) + "\n"
+    )
+    save_file(
+        {k: v.contiguous() for k, v in net.state_dict().items()},
+        partial / "model.safetensors",
+        {"format": "pt"},
+    )
+    partial.rename(folder)
+
+
+def _folder(checkpoint: str) -> Path:
+    path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or checkpoint.startswith("."):
+        raise InputError(f"drafter folder {path} does not exist")
+    try:
+        return Path(snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors"]))
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise InputError(
+            f"cannot fetch drafter {checkpoint}: {str(error).strip().splitlines()[0]}"
+        ) from error
+
+
+def _check(net: DFlashNet, state: dict[str, torch.Tensor], name: str) -> None:
+    expected = net.state_dict()
+    if missing := sorted(expected.keys() - state.keys()):
+        raise InputError(
+            f"{name} lacks {len(missing)} of {len(expected)} tensors, {missing[0]} among them"
+        )
+    if extra := sorted(state.keys() - expected.keys()):
+        raise InputError(
+            f"{name} holds {len(extra)} tensors that a DFlash network has no place for, "
+            f"{extra[0]} among them"
+        )
+    for key, tensor in state.items():
+        if tensor.shape != expected[key].shape:
+            raise InputError(
+                f"{name}: {key} is {list(tensor.shape)}, but config.json makes it "
+                f"{list(expected[key].shape)}"
+            )
+        if not torch.isfinite(tensor).all():
+            raise InputError(
+                f"{name}: weight {key} holds NaN or infinity; the checkpoint is damaged"
+            )

@@ -1,0 +1,172 @@
+"""The configuration of a published DFlash checkpoint: both layouts in, one out.
+
+`block_size` stands at the top level (Qwen3, Llama) or inside `dflash_config` (Qwen3.5 on);
+`target_layer_ids` is given or follows the formula; RoPE is spelled `rope_theta` + `rope_scaling`
+(transformers 4) or `rope_parameters` (5). Layers of type `sliding_attention` are causal inside the
+block unless `is_causal` says otherwise, as in z-lab's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from graft.core.errors import InputError
+
+NEUTRAL = {
+    "input_embedding_scale": 1.0,
+    "final_logit_softcapping": None,
+    "output_multiplier": 1.0,
+}  # DFlash 2
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """Everything the network and its decoding need."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    block_size: int  # D + 1: slot 0 is the root
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]  # 0-based block outputs (transformers' hidden_states[id + 1])
+    num_target_layers: int
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int | None = None
+    is_causal: bool | None = None
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    source: Mapping[str, Any] = field(
+        default_factory=dict, repr=False
+    )  # the file it came from, kept when saved again
+
+    @property
+    def depth(self) -> int:
+        """D, the positions drafted in one pass."""
+        return self.block_size - 1
+
+    def window(self, layer: int) -> int | None:
+        """How far back a layer sees, None for everything."""
+        return self.sliding_window if self._sliding(layer) else None
+
+    def causal(self, layer: int) -> bool:
+        """Whether a slot of the block sees only the slots before it in this layer."""
+        return self._sliding(layer) if self.is_causal is None else self.is_causal
+
+    def _sliding(self, layer: int) -> bool:
+        return bool(self.layer_types) and self.layer_types[layer] == "sliding_attention"
+
+
+def default_target_layer_ids(num_target_layers: int, taps: int) -> tuple[int, ...]:
+    """The published spacing: block 1 to block L - 3, evenly, Python's rounding; a single tap sits
+    in the middle.
+    """
+    if taps == 1:
+        return (num_target_layers // 2,)
+    step = (num_target_layers - 4) / (taps - 1)
+    return tuple(round(1 + i * step) for i in range(taps))
+
+
+def parse(raw: Mapping[str, Any], name: str) -> DFlashConfig:
+    """Read a checkpoint's config.json. Raises InputError naming what is missing or unsupported."""
+    inner = raw.get("dflash_config") or {}
+    architecture = (raw.get("architectures") or ["DFlashDraftModel"])[0]
+    if architecture != "DFlashDraftModel":
+        raise InputError(
+            f"{name} is a {architecture}; this drafter loads DFlashDraftModel checkpoints"
+        )
+    for key, neutral in NEUTRAL.items():
+        if inner.get(key, raw.get(key, neutral)) != neutral:
+            raise InputError(
+                f"{name} sets {key}, which changes the arithmetic and is not supported"
+            )
+
+    def need(key: str) -> Any:
+        value = inner.get(key, raw.get(key))
+        if value is None:
+            raise InputError(f"{name}: config.json has no {key}; is this a DFlash drafter?")
+        return value
+
+    layers, target_layers = need("num_hidden_layers"), need("num_target_layers")
+    ids = inner.get("target_layer_ids") or default_target_layer_ids(target_layers, layers)
+    rope = dict(raw.get("rope_parameters") or {})
+    theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
+    scaling = dict(raw.get("rope_scaling") or rope)
+    if scaling.get("rope_type", scaling.get("type", "default")) == "default":
+        scaling = {}
+    return DFlashConfig(
+        hidden_size=need("hidden_size"),
+        intermediate_size=need("intermediate_size"),
+        num_layers=layers,
+        num_heads=need("num_attention_heads"),
+        num_kv_heads=raw.get("num_key_value_heads") or need("num_attention_heads"),
+        head_dim=raw.get("head_dim") or need("hidden_size") // need("num_attention_heads"),
+        vocab_size=need("vocab_size"),
+        block_size=need("block_size"),
+        mask_token_id=need("mask_token_id"),
+        target_layer_ids=tuple(ids),
+        num_target_layers=target_layers,
+        layer_types=tuple(raw.get("layer_types") or ()),
+        sliding_window=raw.get("sliding_window"),
+        is_causal=raw.get("is_causal"),
+        rope_theta=theta,
+        rope_scaling=scaling or None,
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        attention_bias=raw.get("attention_bias", False),
+        hidden_act=raw.get("hidden_act", "silu"),
+        max_position_embeddings=raw.get("max_position_embeddings", 32768),
+        source=dict(raw),
+    )
+
+
+def dump(config: DFlashConfig, dtype: str) -> dict[str, Any]:
+    """The config.json other engines read. RoPE is written in both spellings; keys we do not
+    interpret are kept.
+    """
+    kept = {
+        key: value for key, value in config.source.items() if key != "auto_map"
+    }  # no remote code beside our files
+    return kept | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "dflash_config": dict(kept.get("dflash_config") or {})
+        | {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+        },
+        "num_target_layers": config.num_target_layers,
+        "num_hidden_layers": config.num_layers,
+        "layer_types": list(config.layer_types) or ["full_attention"] * config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "hidden_act": config.hidden_act,
+        "attention_bias": config.attention_bias,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "sliding_window": config.sliding_window,
+        "is_causal": config.is_causal,
+        "use_sliding_window": any(config._sliding(i) for i in range(config.num_layers)),
+        "rope_theta": config.rope_theta,
+        "rope_scaling": dict(config.rope_scaling) if config.rope_scaling else None,
+        "rope_parameters": {
+            "rope_type": "default",
+            **(config.rope_scaling or {}),
+            "rope_theta": config.rope_theta,
+        },
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+    }

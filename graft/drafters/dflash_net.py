@@ -1,0 +1,168 @@
+"""The DFlash network (arXiv 2602.06036), with the published state-dict names: 11 tensors a layer
+and 3 beside.
+
+    context features  F = hidden_norm(fc(taps))    made once, shared by all layers
+    in every layer    Q = x Wq;  K = [F Wk ; x Wk];  V = [F Wv ; x Wv]
+
+F is read as keys and values only, through the same Wk and Wv, and skips input_layernorm.
+
+x is the block [root, mask, ..., mask], embedded by the target. Slot k predicts position root + k.
+Attention is not causal inside the block (sliding layers are), positions are absolute. There is no
+embedding and no head: both are the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Qwen3Config
+from transformers.activations import ACT2FN
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from graft.drafters.dflash_config import DFlashConfig
+
+Extend = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class DFlashNet(nn.Module):
+    """fc, hidden_norm, layers, norm. Runs the same in training (many blocks, a block mask) and
+    decoding (one block).
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(
+            len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False
+        )
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._rope = _rope(config)
+
+    def context(
+        self, taps: torch.Tensor, positions: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values [batch, kv_heads, n, head_dim] of every layer for taps [batch, n, n_taps
+        * H].
+        """
+        features = self.hidden_norm(self.fc(taps))
+        rope = self._rope(features, positions[None])
+        return [cast(_Layer, layer).self_attn.keys_values(features, rope) for layer in self.layers]
+
+    def forward(
+        self,
+        blocks: torch.Tensor,
+        positions: torch.Tensor,
+        extend: Extend,
+        masks: list[torch.Tensor | None],
+    ) -> torch.Tensor:
+        """Final hidden states [batch, m, H] of embedded blocks [batch, m, H] at positions [m].
+
+        `extend(layer, keys, values)` puts a layer's block keys and values behind those of the
+        context and returns both; `masks` holds one additive mask [m, context + m] a layer, None
+        where every slot sees everything.
+        """
+        rope = self._rope(blocks, positions[None])
+        for index, layer in enumerate(self.layers):
+            blocks = layer(blocks, rope, lambda k, v, i=index: extend(i, k, v), masks[index])
+        return self.norm(blocks)
+
+    def decoding_mask(self, layer: int, positions: torch.Tensor) -> torch.Tensor | None:
+        """Additive mask [b, T + b] of one block at positions [b] = T..T+b-1 after T context
+        features, or None.
+        """
+        window, causal = self.config.window(layer), self.config.causal(layer)
+        length = int(positions[-1]) + 1
+        if not causal and (window is None or length <= window):
+            return None
+        keys = torch.arange(length, device=positions.device)
+        ahead = keys - positions[:, None]  # how far a key lies ahead of a query
+        hidden = ahead > 0 if causal else torch.zeros_like(ahead, dtype=torch.bool)
+        if window is not None:
+            hidden = hidden | (ahead.abs() >= window)
+        weight = self.fc.weight
+        return torch.zeros(ahead.shape, dtype=weight.dtype, device=weight.device).masked_fill_(
+            hidden, torch.finfo(weight.dtype).min
+        )
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.self_attn = _Attention(config)
+        self.mlp = _MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x, rope, extend, mask):
+        x = x + self.self_attn(self.input_layernorm(x), rope, extend, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        H, d, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = d
+        self.q_proj = nn.Linear(H, config.num_heads * d, bias=bias)
+        self.k_proj = nn.Linear(H, config.num_kv_heads * d, bias=bias)
+        self.v_proj = nn.Linear(H, config.num_kv_heads * d, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * d, H, bias=bias)
+        self.q_norm = nn.RMSNorm(d, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(d, config.rms_norm_eps)
+
+    def keys_values(self, x, rope):
+        keys = _rotate(self.k_norm(self._split(self.k_proj(x))).transpose(1, 2), rope)
+        return keys, self._split(self.v_proj(x)).transpose(1, 2)
+
+    def forward(self, x, rope, extend, mask):
+        queries = _rotate(self.q_norm(self._split(self.q_proj(x))).transpose(1, 2), rope)
+        keys, values = extend(*self.keys_values(x, rope))
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, enable_gqa=True
+        )
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+    def _split(self, x):
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+def _rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Apply RoPE to [batch, heads, n, head_dim] (halves rotated, as in Llama)."""
+    cos, sin = (part[:, None] for part in rope)
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
+
+
+def _rope(config: DFlashConfig) -> nn.Module:
+    """transformers' own table of angles: (x, positions [1, n]) -> cos, sin [1, n, head_dim]."""
+    old_spelling: dict[str, Any] = {  # which both major versions of transformers read
+        "rope_theta": config.rope_theta,
+        "rope_scaling": dict(config.rope_scaling) if config.rope_scaling else None,
+    }
+    return Qwen3RotaryEmbedding(
+        Qwen3Config(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            **old_spelling,
+        )
+    )

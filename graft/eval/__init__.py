@@ -1,0 +1,1 @@
+"""Numbers about decoding: `lossless` compares methods with plain decoding, token by token."""

@@ -1,0 +1,196 @@
+"""A transformers checkpoint as a `Target`: load it, refuse what cannot be verified exactly,
+prefill, verify, commit.
+
+Verification is one pass over root and nodes: position = context length + depth, and every node sees
+the context, its ancestors and itself. A chain is plain causal attention; only a real tree gets a
+mask of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from graft.core.errors import InputError
+from graft.core.types import DraftTree, Step
+from graft.targets.decoder import Decoder
+from graft.targets.family import family_of
+
+
+class HFTarget:
+    """A causal LM with one cache. Satisfies `Target` and `Backbone`."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, name: str) -> None:
+        config = model.config
+        family = family_of(config)
+        _check_finite(model, name)
+        self.name, self.tokenizer = name, tokenizer
+        self.hidden_size, self.max_context = config.hidden_size, config.max_position_embeddings
+        self.stop_tokens = _stop_tokens(model, tokenizer)
+        self._chat_options = family.chat_options
+        self._decoder = Decoder(model, family)
+        self.num_layers = self._decoder.num_layers
+        self.vocab_size = self._decoder.embedding.num_embeddings
+        self.device, self.dtype = (
+            self._decoder.embedding.weight.device,
+            self._decoder.embedding.weight.dtype,
+        )
+        self.cache = self._decoder.new_cache()
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Sequence[int]) -> Step:
+        """Start a response: tokens [T] -> logits [1, V] of the last one, taps [T, n_taps * H]."""
+        if len(tokens) == 0:
+            raise InputError("the prompt is empty")
+        self.cache.reset()
+        ids = torch.as_tensor(tokens, device=self.device)
+        hidden, taps = self._decoder.run(
+            ids, torch.arange(len(ids), device=self.device), None, self.cache
+        )
+        self.cache.commit(range(len(ids)))
+        return Step(self._decoder.logits(hidden[-1:]), taps)
+
+    @torch.inference_mode()
+    def verify(self, tree: DraftTree) -> Step:
+        """Logits [N, V] and taps [N, n_taps * H] of the tree's nodes, each as if its path had been
+        decoded.
+        """
+        ids = torch.from_numpy(tree.tokens).to(self.device)
+        positions = torch.from_numpy(tree.depths).to(self.device) + self.cache.length
+        hidden, taps = self._decoder.run(ids, positions, self._mask(tree), self.cache)
+        return Step(self._decoder.logits(hidden), taps)
+
+    @torch.inference_mode()
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the cache rows of these nodes of the last verified tree, root first."""
+        self.cache.commit(path)
+
+    def _mask(self, tree: DraftTree) -> torch.Tensor | None:
+        """Additive mask [N, T + N]: 0 where visible, else the dtype's minimum (never -inf: a row
+        must not be empty).
+        """
+        n, length = len(tree), self.cache.length
+        if n == 1 or (tree.is_chain and self.device.type == "cuda"):
+            return (
+                None  # CPU kernels know no causality behind a context: a chain's mask is a triangle
+            )
+        mask = torch.zeros(n, length + n, dtype=self.dtype, device=self.device)
+        blocked = torch.from_numpy(tree.visible).to(self.device).logical_not_()
+        mask[:, length:].masked_fill_(blocked, torch.finfo(self.dtype).min)
+        return mask
+
+    def tap(self, layer_ids: Sequence[int]) -> None:
+        """Put the outputs of these blocks (0-based) into every `Step`; raises InputError for a
+        block that is not there.
+        """
+        if bad := [i for i in layer_ids if not 0 <= i < self.num_layers]:
+            raise InputError(f"{self.name} has blocks 0..{self.num_layers - 1}; cannot tap {bad}")
+        self._decoder.tapped = list(layer_ids)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Input embeddings [..., H] of tokens [...]."""
+        return self._decoder.embedding(tokens)
+
+    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of normalised hidden states [..., H]."""
+        return self._decoder.head(hidden)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Prompt tokens of a conversation in the target's chat template, ready for its answer."""
+        if not self.tokenizer.chat_template:
+            raise InputError(
+                f"{self.name} has no chat template; use an instruct checkpoint, not a base model"
+            )
+        text = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **self._chat_options
+        )
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of response tokens, control tokens left out."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def load(model: str, *, dtype: str = "float32", device: str = "auto") -> HFTarget:
+    """Load a hub id or a local transformers folder, safetensors only. Raises InputError."""
+    transformers_logging.disable_progress_bar()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        model = str(path)
+        if not any(path.glob("*.safetensors")):
+            found = sorted(
+                p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in path.glob(pattern)
+            )
+            raise InputError(
+                f"{path} holds no .safetensors weights"
+                + (
+                    f"; {found[0]} is a pickle, which can run code when read: convert it first"
+                    if found
+                    else ""
+                )
+            )
+    elif path.is_absolute() or model.startswith("."):
+        raise InputError(
+            f"target folder {path} does not exist; `make setup` prepares the default target"
+        )
+    try:
+        config = AutoConfig.from_pretrained(model)
+        family_of(config)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        hf = AutoModelForCausalLM.from_pretrained(
+            model, dtype=parse_dtype(dtype), use_safetensors=True
+        )
+    except InputError:
+        raise
+    except (OSError, ValueError, RuntimeError, HFValidationError, SafetensorError) as error:
+        raise InputError(
+            f"cannot load target {model}: {str(error).strip().splitlines()[0]}"
+        ) from error
+    return HFTarget(hf.eval().to(parse_device(device)), tokenizer, name=model)
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """'float32', 'bfloat16' or 'float16' as a torch dtype; InputError for anything else."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise InputError(f"dtype must be one of {', '.join(dtypes)}, not {name}")
+    return dtypes[name]
+
+
+def parse_device(name: str) -> torch.device:
+    """'auto' takes the GPU where there is one; InputError for a device that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(
+            f"device {name} is not a device of torch: use auto, cpu or cuda"
+        ) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("device cuda was asked for, but torch sees no GPU; use device auto or cpu")
+    return device
+
+
+def _stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Where the model's own `generate` would stop: its generation config's EOS ids, and the
+    tokenizer's.
+    """
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    ids = list(eos) if isinstance(eos, (list, tuple)) else [eos]
+    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
+
+
+def _check_finite(model: torch.nn.Module, name: str) -> None:
+    for key, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise InputError(
+                f"{name}: weight {key} holds NaN or infinity; the checkpoint is damaged"
+            )

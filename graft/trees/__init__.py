@@ -1,0 +1,1 @@
+"""Draft -> tree, one builder per file. No model is loaded here."""

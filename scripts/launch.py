@@ -1,0 +1,95 @@
+"""What every stage script shares: compose the config, run the stage, turn bad input into one line
+and exit code 2.
+
+A traceback from a script is a bug of ours; set GRAFT_DEBUG=1 to see one for bad input too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CONF = ROOT / "conf"
+os.environ.setdefault("GRAFT_ROOT", str(ROOT))
+os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach `stage`, which words them
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import hydra
+from hydra.errors import HydraException, InstantiationException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from graft.core.errors import InputError
+
+
+def stage(
+    config_name: str, *, literal: Sequence[str] = ()
+) -> Callable[[Callable[[DictConfig], None]], Callable]:
+    """Decorate a stage's main function. Values of `literal` keys are taken as typed, not parsed as
+    Hydra's grammar.
+    """
+
+    def decorate(story: Callable[[DictConfig], None]) -> Callable[[], None]:
+        def main() -> None:
+            sys.argv[1:] = [quote(argument, literal) for argument in sys.argv[1:]]
+            failures: list[
+                Exception
+            ] = []  # kept from Hydra, which would announce them in its own words first
+
+            def run(cfg: DictConfig) -> None:
+                try:
+                    story(cfg)
+                except Exception as error:
+                    failures.append(error)
+
+            try:
+                hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(
+                    run
+                )()
+                if failures:
+                    raise failures[0]
+            except KeyboardInterrupt:
+                sys.exit(130)
+            except Exception as error:
+                message = describe(error)
+                if message is None or os.environ.get("GRAFT_DEBUG"):
+                    raise
+                print(f"error: {message}", file=sys.stderr)
+                sys.exit(2)
+
+        return main
+
+    return decorate
+
+
+def describe(error: BaseException | None) -> str | None:
+    """One line for an error that the user can mend, None for one of ours."""
+    if isinstance(error, InputError):
+        return " ".join(str(error).split())
+    if isinstance(error, InstantiationException):
+        cause = error.__cause__
+        while isinstance(cause, InstantiationException):
+            cause = cause.__cause__
+        # A TypeError at the call itself is a key the constructor does not have; anything deeper is
+        # ours.
+        return (
+            " ".join(str(error).split()) if isinstance(cause, TypeError | None) else describe(cause)
+        )
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        details = f"{error} {error.__cause__ or ''}".split("Config search path")[0]
+        return " ".join(details.split()) + " (--help lists the keys)"
+    return None
+
+
+def quote(argument: str, literal: Sequence[str]) -> str:
+    """Quote `key=value` for Hydra if the key is literal, so that a prompt may hold commas, quotes
+    or braces.
+    """
+    key, equals, value = argument.partition("=")
+    if not equals or key not in literal or value == "null":
+        return argument
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
+    return f"{key}='{escaped}'"
