@@ -67,7 +67,10 @@ def main(cfg: DictConfig) -> None:
             decode(warm_up)
     printer = Printer(target, console) if cfg.stream else None
     results = {name: method(request, on_tokens=printer)}
-    console.print("\n" if printer else target.decode(results[name].tokens) + "\n", markup=False)
+    if printer:
+        printer.finish()
+    else:
+        console.print(target.decode(results[name].tokens), markup=False, end="\n\n")
     results |= {other: decode(request) for other, decode in methods.items() if other != name}
     console.print(table(results))
     if cfg.compare:
@@ -116,9 +119,16 @@ class Printer:
         self._tokens += tokens
         text = self._target.decode(self._tokens)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._console.out(text[self._printed :], end="", highlight=False)
-            self._console.file.flush()
-            self._printed = len(text)
+            self._print(text)
+
+    def finish(self) -> None:
+        """Print what was held back and end the paragraph."""
+        self._print(self._target.decode(self._tokens) + "\n\n")
+
+    def _print(self, text: str) -> None:
+        self._console.out(text[self._printed :], end="", highlight=False)
+        self._console.file.flush()
+        self._printed = len(text)
 
 
 def summary(result: Generation) -> dict[str, Any]:

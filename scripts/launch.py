@@ -35,6 +35,8 @@ def stage(
     def decorate(story: Callable[[DictConfig], None]) -> Callable[[], None]:
         def main() -> None:
             sys.argv[1:] = [quote(argument, literal) for argument in sys.argv[1:]]
+            if {"--help", "-h"} & set(sys.argv):
+                print(sys.modules[story.__module__].__doc__)
             failures: list[
                 Exception
             ] = []  # kept from Hydra, which would announce them in its own words first

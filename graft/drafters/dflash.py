@@ -123,6 +123,11 @@ def untrained(
     """A randomly initialised drafter of the target's width: it drafts noise, and decoding stays
     exact.
     """
+    if target.hidden_size % (2 * heads) or heads % kv_heads:
+        raise InputError(
+            f"drafter.heads={heads} with drafter.kv_heads={kv_heads} does not divide the hidden size "
+            f"{target.hidden_size} of {target.name} into heads of even width"
+        )
     config = DFlashConfig(
         hidden_size=target.hidden_size,
         intermediate_size=intermediate_size,

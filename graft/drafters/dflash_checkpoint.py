@@ -5,6 +5,7 @@ code.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -29,7 +30,11 @@ def load(checkpoint: str) -> DFlashNet:
         raise InputError(
             f"drafter {checkpoint}: config.json is not valid JSON ({error})"
         ) from error
-    net = DFlashNet(parse(raw, f"drafter {checkpoint}"))
+    config = parse(raw, f"drafter {checkpoint}")
+    try:
+        net = DFlashNet(config)
+    except (ValueError, KeyError) as error:
+        raise InputError(f"drafter {checkpoint}: config.json makes no network ({error})") from error
     state: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -61,6 +66,7 @@ def save(net: DFlashNet, folder: Path) -> None:
         partial / "model.safetensors",
         {"format": "pt"},
     )
+    shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 
 

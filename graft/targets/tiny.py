@@ -1,7 +1,8 @@
 """A random two-layer model of any family, with a byte tokenizer: no download, for tests and smoke
 runs.
 
-Its weights are drawn wide enough that its greedy text does not settle into one token.
+Its weights are drawn wide enough that its greedy text does not settle into one token, and its head
+is scaled so that some next tokens are likely.
 """
 
 from __future__ import annotations
@@ -65,7 +66,11 @@ def model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config).eval()
+        weights = AutoModelForCausalLM.from_config(config).eval()
+    weights.lm_head.weight.data *= (
+        4  # as peaked as a real model; flat marginals make broad, shallow trees
+    )
+    return weights
 
 
 def load(

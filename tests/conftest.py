@@ -1,0 +1,43 @@
+"""Fixtures: composed configs, tiny targets of every family, the prepared default target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import launch  # sets GRAFT_ROOT, which conf/paths needs
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from graft.targets import hf, tiny
+
+FAMILIES = ("llama", "qwen3", "qwen3_moe")
+PROMPT = list(b"What is a tree of tokens?")  # bytes are tokens of the tiny targets
+
+
+def composed(stage: str, *overrides: str) -> DictConfig:
+    """A stage's config as its script would see it."""
+    with initialize_config_dir(str(launch.CONF), version_base="1.3"):
+        return compose(stage, list(overrides))
+
+
+def group(name: str) -> list[str]:
+    """The options of a config group, as found on disk."""
+    return sorted(path.stem for path in (launch.CONF / name).glob("*.yaml"))
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def target(family: str) -> hf.HFTarget:
+    return tiny.load(family, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def default_folder() -> Path:
+    folder = launch.ROOT / "data/targets/smollm2-135m-instruct"
+    assert (folder / "origin.json").exists(), "run `make setup` first"
+    return folder

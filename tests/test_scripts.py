@@ -1,0 +1,223 @@
+"""Configs compose, their targets import, and the scripts work and fail as a user would see it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import generate
+import launch
+import lossless
+import pytest
+import torch
+from conftest import composed, group
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from graft.drafters import dflash_checkpoint
+from graft.drafters.dflash import untrained
+from graft.targets import tiny
+
+STAGES = sorted(p.stem for p in launch.CONF.glob("*.yaml") if p.stem != "base")
+GROUPS = sorted(p.name for p in launch.CONF.iterdir() if p.is_dir() and p.name != "experiment")
+AWKWARD = "{x}, 'y' = ${z}"  # everything Hydra's grammar trips over
+PLACES = {"tree": "tree@method.builder", "budget": "budget@method.budget"}
+
+
+def targets_of(node) -> list[str]:
+    """Every `_target_` below a node. Values that only an experiment fills in may be missing."""
+    if not isinstance(node, DictConfig):
+        return []
+    own = [node._target_] if "_target_" in node else []
+    return own + [
+        t for key in node if not OmegaConf.is_missing(node, key) for t in targets_of(node[key])
+    ]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("experiment", group("experiment"))
+def test_every_stage_composes_with_every_experiment(stage, experiment):
+    cfg = composed(stage, f"+experiment={experiment}")
+    OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    found = targets_of(cfg)
+    assert len(found) >= 2
+    assert all(callable(get_object(target)) for target in found)
+
+
+@pytest.mark.parametrize(("name", "option"), [(g, option) for g in GROUPS for option in group(g)])
+def test_every_option_composes_and_its_targets_import(name, option):
+    cfg = composed("generate", f"{PLACES.get(name, name)}={option}")
+    assert all(callable(get_object(target)) for target in targets_of(cfg))
+
+
+def run(monkeypatch, module, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", [module.__file__, *arguments])
+    try:
+        module.main()
+    except SystemExit as leave:
+        return leave.code
+    return 0
+
+
+@pytest.fixture
+def tiny_run(monkeypatch, tmp_path, capsys):
+    """Run a script on the tiny experiment; gives (exit code, stdout, stderr)."""
+
+    def go(module, *arguments: str):
+        code = run(
+            monkeypatch,
+            module,
+            "+experiment=tiny",
+            f"paths.outputs={tmp_path / 'outputs'}",
+            *arguments,
+        )
+        return code, *capsys.readouterr()
+
+    return go
+
+
+def test_generate_compares_with_plain_decoding(tiny_run, tmp_path):
+    code, out, _ = tiny_run(
+        generate, "drafter=noisy", "compare=true", "max_new_tokens=30", f"prompt={AWKWARD}"
+    )
+    assert code == 0
+    assert "tokens identical to AR: yes" in out
+    for row in ("tokens", "rounds", "MAT", "tokens/s", "propose, ms", "verify, ms", "commit, ms"):
+        assert row in out
+    folder = next((tmp_path / "outputs/generate").iterdir())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["method"] for row in rows] == ["ddtree", "ar"]
+    assert rows[0]["tokens"] == rows[1]["tokens"] == 30
+    assert rows[0]["rounds"] < rows[1]["rounds"] == 29
+    made_by = json.loads((folder / "run.json").read_text())
+    assert made_by["config"]["prompt"] == AWKWARD
+
+
+@pytest.mark.parametrize("method", group("method"))
+def test_every_method_generates_the_same_text(tiny_run, tmp_path, method):
+    conversation = tmp_path / "conversation.json"
+    turns = [("user", "one"), ("assistant", "two"), ("user", "three")]
+    conversation.write_text(json.dumps([{"role": r, "content": c} for r, c in turns]))
+    settings = (f"messages={conversation}", "max_new_tokens=20", "temperature=0.9", "seed=7")
+    texts = {
+        tiny_run(generate, f"method={name}", "stream=false", *settings)[1].split("\n\n")[1]
+        for name in (method, "ar")
+    }
+    assert len(texts) == 1
+    code, streamed, _ = tiny_run(generate, f"method={method}", *settings)
+    assert code == 0
+    assert texts.pop() in streamed
+
+
+def test_offline_wandb_gets_the_numbers(tiny_run, tmp_path):
+    code, _, _ = tiny_run(generate, "logger=offline", "max_new_tokens=5")
+    assert code == 0
+    assert list((tmp_path / "outputs").rglob("offline-run-*/run-*.wandb"))
+
+
+def test_lossless_goes_on_where_it_was(tiny_run, tmp_path):
+    code, out, _ = tiny_run(lossless, "drafter=noisy", "per_set=2", "max_new_tokens=24")
+    assert code == 0
+    assert "ddtree_64" in out
+    file = next((tmp_path / "outputs/lossless").glob("*/metrics.jsonl"))
+    whole = file.read_text().splitlines(keepends=True)
+    assert len(whole) == 10
+    file.write_text("".join(whole[:3]) + whole[3][:20])  # killed in the middle of a row
+    assert tiny_run(lossless, "drafter=noisy", "per_set=2", "max_new_tokens=24")[0] == 0
+    again = file.read_text().splitlines(keepends=True)
+    assert again[:3] == whole[:3]
+    assert sorted(map(json.loads, again), key=str) == sorted(map(json.loads, whole), key=str)
+
+
+def test_lossless_reports_a_method_that_is_not(tiny_run, monkeypatch):
+    from graft.decode import loop
+
+    monkeypatch.setattr(
+        loop, "accept", lambda tree, draw: ([0], 65)
+    )  # a walk that makes its tokens up
+    code, out, _ = tiny_run(lossless, "per_set=1", "max_new_tokens=8")
+    assert code == 1
+    assert all(line.split()[3] == "1" for line in out.splitlines() if line.startswith("ddtree"))
+
+
+@pytest.fixture(scope="session")
+def broken(tmp_path_factory):
+    """Folders that are wrong in one way each."""
+    folder = tmp_path_factory.mktemp("broken")
+    target = tiny.load("qwen3", device="cpu")
+    made = untrained(
+        target,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        intermediate_size=128,
+        block_size=8,
+        mask_token_id=258,
+        taps=1,
+    )
+    dflash_checkpoint.save(made._net, folder / "truncated")
+    weights = folder / "truncated/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    other = tiny.model("qwen3")
+    other.lm_head.weight.data[0, 0] = torch.nan
+    other.save_pretrained(folder / "nan")
+    tiny.tokenizer().save_pretrained(folder / "nan")
+    (folder / "messages.json").write_text('{"role": "user"}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["method=foo"], "Could not find 'method/foo'"),
+        (["method.budget.nodes=0"], "budget must be at least 1"),
+        (["method.budget.nodes=-3"], "budget must be at least 1"),
+        (["max_new_tokens=5000"], "more than the target's context of 1024"),
+        (["prompt=" + "long " * 400], "more than the target's context of 1024"),
+        (["prompt="], "prompt is empty"),
+        (["prompt=   "], "prompt is empty"),
+        (["temperature=-1"], "temperature must be 0"),
+        (["top_p=0"], "top_p"),
+        (
+            ["drafter=dflash", "drafter.checkpoint=/nowhere"],
+            "drafter folder /nowhere does not exist",
+        ),
+        (["drafter=dflash", "drafter.checkpoint={broken}/truncated"], "truncated"),
+        (["drafter=dflash"], "drafter.checkpoint"),
+        (["drafter=default"], "does not divide the hidden size 64"),
+        (["drafter.mask_token_id=999"], "masks with token 999"),
+        (["drafter.candidates=0"], "candidates must be at least 1"),
+        (["target=hf", "target.model={broken}/nan"], "lm_head.weight holds NaN"),
+        (["target=hf", "target.model=/nowhere"], "/nowhere does not exist"),
+        (["target.dtype=int8"], "dtype must be one of"),
+        (["nonsense=1"], "nonsense"),
+        (["target.nonsense=1"], "nonsense"),
+        (["+target.nonsense=1"], "nonsense"),
+        (["prompt"], "prompt"),
+        (["messages=/nowhere.json"], "/nowhere.json"),
+        (["messages={broken}/messages.json"], "must be a JSON list"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(tiny_run, broken, arguments, message):
+    code, _, err = tiny_run(generate, *(argument.format(broken=broken) for argument in arguments))
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    assert message in err
+
+
+def test_help_and_a_run_from_another_folder(tmp_path):
+    """The script as a user starts it, in a process of its own, from somewhere else."""
+    script = [sys.executable, str(launch.ROOT / "scripts/generate.py")]
+    done = subprocess.run(
+        [*script, "+experiment=tiny", "max_new_tokens=4", f"paths.outputs={tmp_path}"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "MAT" in done.stdout
+    assert done.stderr == ""
+    usage = subprocess.run([*script, "--help"], cwd=tmp_path, capture_output=True, text=True).stdout
+    assert "max_new_tokens" in usage
+    assert "scripts/generate.py" in usage
