@@ -24,22 +24,17 @@ class Sampler:
 
     def draws(self, logits: torch.Tensor) -> Callable[[int], int]:
         """Give the function that maps a node to the target's token after it, for logits [N, V]."""
-        if self._request.temperature == 0:
-            return greedy(logits).__getitem__
-        return lambda node: self._draw(logits[node])
+        if self._request.temperature > 0:
+            return lambda node: self._draw(logits[node])
+        if (
+            logits.device.type == "cpu"
+        ):  # only the rows on the path, by numpy: torch's argmax is slow
+            return lambda node: int(logits[node].float().numpy().argmax())
+        return logits.argmax(-1).tolist().__getitem__  # one launch and one copy for all nodes
 
     def _draw(self, logits: torch.Tensor) -> int:
         probs = probabilities(logits, self._request)
         return int(torch.multinomial(probs, 1, generator=self._generator))
-
-
-def greedy(logits: torch.Tensor) -> list[int]:
-    """The best token of every row of [N, V], the first of equals."""
-    if logits.device.type == "cpu":
-        return (
-            logits.float().numpy().argmax(-1).tolist()
-        )  # 8x torch's CPU argmax, which would be most of the overhead
-    return logits.argmax(-1).tolist()  # one launch and one copy for all nodes
 
 
 def probabilities(logits: torch.Tensor, request: Request) -> torch.Tensor:

@@ -125,7 +125,7 @@ def untrained(
     """
     if target.hidden_size % (2 * heads) or heads % kv_heads:
         raise InputError(
-            f"drafter.heads={heads} with drafter.kv_heads={kv_heads} does not divide the hidden size "
+            f"drafter.heads={heads}, drafter.kv_heads={kv_heads} does not divide the hidden size "
             f"{target.hidden_size} of {target.name} into heads of even width"
         )
     config = DFlashConfig(

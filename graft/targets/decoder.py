@@ -48,6 +48,21 @@ class RMSNorm:
         return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
 
 
+class QKNorm:
+    """RMSNorm over every head of queries and keys [1, heads + kv_heads, n, head_dim], in one go."""
+
+    def __init__(self, attention: Any) -> None:
+        queries, keys = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+        heads = [
+            module.out_features // len(queries) for module in (attention.q_proj, attention.k_proj)
+        ]
+        rows = torch.stack([queries] * heads[0] + [keys] * heads[1])
+        self._weight, self._eps = rows[:, None], attention.q_norm.variance_epsilon
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=self._eps) * self._weight
+
+
 class Decoder:
     """Embedding, blocks, final norm and head of a transformers causal LM. Takes the model's blocks
     apart.
@@ -105,14 +120,14 @@ class Decoder:
             ]  # as the queries are folded in `_attend`
         taps: dict[int, torch.Tensor] = {}
         for index, block in enumerate(self._blocks):
-            projected = block.qkv(block.attention_norm(x)).view(
-                1, n, heads + 2 * kv_heads, self.head_dim
+            projected = (
+                block.qkv(block.attention_norm(x)).view(1, n, -1, self.head_dim).transpose(1, 2)
             )
-            queries, keys, values = projected.transpose(1, 2).split((heads, kv_heads, kv_heads), 1)
-            if block.q_norm is not None and block.k_norm is not None:
-                queries, keys = block.q_norm(queries), block.k_norm(keys)
-            queries = queries * cos + queries.roll(half, -1) * sin
-            keys = keys * cos + keys.roll(half, -1) * sin
+            rotated, values = projected.split((heads + kv_heads, kv_heads), 1)
+            if block.qk_norm is not None:
+                rotated = block.qk_norm(rotated)
+            rotated = rotated * cos + rotated.roll(half, -1) * sin
+            queries, keys = rotated.split((heads, kv_heads), 1)
             keys, values = cache.write(index, keys, values)
             attended = _attend(queries, keys, values, mask)  # [1, heads, n, head_dim]
             x = x + block.output(attended.transpose(1, 2).reshape(1, n, -1))
@@ -136,8 +151,7 @@ class _Block:
         attention = layer.self_attn
         self.attention_norm = RMSNorm(layer.input_layernorm)
         self.qkv = FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.q_norm = RMSNorm(attention.q_norm) if family.qk_norm else None
-        self.k_norm = RMSNorm(attention.k_norm) if family.qk_norm else None
+        self.qk_norm = QKNorm(attention) if family.qk_norm else None
         self.output = FusedLinear([attention.o_proj])
         self.feed_forward_norm = RMSNorm(layer.post_attention_layernorm)
         self.feed_forward = family.feed_forward(layer.mlp)
