@@ -22,7 +22,13 @@ from hydra.utils import instantiate
 from launch import stage
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.progress import track
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from graft.core.runlog import RunLog
@@ -30,6 +36,8 @@ from graft.core.types import Request
 from graft.data.prompts import read_prompts
 from graft.decode import autoregressive
 from graft.eval.lossless import compare
+
+SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
 
 
 @stage("lossless", literal=("prompts",))
@@ -41,36 +49,27 @@ def main(cfg: DictConfig) -> None:
     target = instantiate(cfg.target)
     drafter = instantiate(cfg.drafter, target=target)
 
-    settings = json.dumps(
-        {
-            key: config[key]
-            for key in ("target", "drafter", "methods", "max_new_tokens", "temperature", "seed")
-        }
-    )
-    folder = (
-        Path(cfg.paths.outputs) / "lossless" / hashlib.sha256(settings.encode()).hexdigest()[:12]
-    )
+    made_by = {key: config[key] for key in ("target", "drafter", "methods", *SAMPLING)}
+    digest = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:12]
+    folder = Path(cfg.paths.outputs) / "lossless" / digest
     log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb)
-    done = {(row["prompt"], row["method"]): row for row in log.rows()}
-    console.print(
-        f"{len(prompts)} prompts, {len(methods)} methods, {drafter.name}; rows in {folder}",
-        style="dim",
-        soft_wrap=True,
-    )
-    for prompt in track(prompts, console=console, description="prompts"):
-        if missing := [name for name in methods if (prompt.id, name) not in done]:
-            request = Request(
-                prompt=target.encode_chat([{"role": "user", "content": prompt.turns[0]}]),
-                max_new_tokens=cfg.max_new_tokens,
-                temperature=cfg.temperature,
-                seed=cfg.seed,
-                stop_tokens=target.stop_tokens,
-            )
-            oracle = autoregressive.generate(request, target=target)
-            for name in missing:
-                decode = partial(methods[name], target=target, drafter=drafter)
-                row = compare(request, oracle, decode, target)
-                log.log({"prompt": prompt.id, "source": prompt.source, "method": name, **row})
+    done = {(row["prompt"], row["method"]) for row in log.rows()}
+    header = f"{target.name}, {target.dtype}; {drafter.name}; rows in {folder}"
+    console.print(header.replace("torch.", ""), style="dim", soft_wrap=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress("prompts", *columns, console=console) as progress:
+        for prompt in progress.track(prompts):
+            if missing := [name for name in methods if (prompt.id, name) not in done]:
+                request = Request(
+                    prompt=target.encode_chat([{"role": "user", "content": prompt.turns[0]}]),
+                    stop_tokens=target.stop_tokens,
+                    **{key: cfg[key] for key in SAMPLING},
+                )
+                oracle = autoregressive.generate(request, target=target)
+                for name in missing:
+                    decode = partial(methods[name], target=target, drafter=drafter)
+                    row = compare(request, oracle, decode, target)
+                    log.log({"prompt": prompt.id, "source": prompt.source, "method": name, **row})
     log.close()
     wanted = {prompt.id for prompt in prompts}
     rows = [row for row in log.rows() if row["prompt"] in wanted and row["method"] in methods]
