@@ -31,6 +31,7 @@ from graft.core.clock import Clock
 from graft.core.runlog import RunLog
 from graft.core.types import Draft, Request
 from graft.decode import autoregressive
+from graft.drafters.dflash import DFlash
 from graft.trees.best_first import expand, expand_reference
 
 ROWS = (1, 8, 16, 32, 64)
@@ -147,16 +148,24 @@ def plain_decoding(cfg: DictConfig, target: Any, prompt: list[int]) -> list[tupl
 
 
 def overhead(target: Any, method: Any, prompt: list[int], new_tokens: int) -> list[tuple[str, str]]:
-    """What a round costs outside the two forward passes; building the mask is part of it."""
+    """What a round costs outside the two forward passes.
+
+    Choosing the candidates (inside `propose`) and the mask (inside `verify`) are part of it.
+    """
     rounds: list[Any] = []
     method(Request(prompt, 8))
     method(Request(prompt, new_tokens), on_round=rounds.append)
-    mask = medians({"mask": partial(target._mask, rounds[-1].tree)}, 50)["mask"]
+    parts = {"mask": partial(target._mask, rounds[-1].tree)}
+    drafter = method.keywords["drafter"]
+    if isinstance(drafter, DFlash):
+        hidden = rounds[-1].draft.hidden
+        parts["candidates"] = partial(drafter._draft, 0, hidden, target.unembed(hidden).float())
+    inside = medians(parts, 50)
     verbs = {v: statistics.median(r.seconds[v] for r in rounds) for v in rounds[0].seconds}
     whole = sum(verbs.values())
-    host = whole - verbs["propose"] - verbs["verify"] + mask
+    host = whole - verbs["propose"] - verbs["verify"] + sum(inside.values())
     rows = [(verb, f"{1e3 * seconds:.2f} ms") for verb, seconds in verbs.items()]
-    rows.append(("mask (inside verify)", f"{1e3 * mask:.2f} ms"))
+    rows += [(f"of it {part}", f"{1e3 * seconds:.2f} ms") for part, seconds in inside.items()]
     return [*rows, ("overhead", f"{1e3 * host:.2f} ms, {100 * host / whole:.1f} % of the round")]
 
 

@@ -28,9 +28,7 @@ from graft.core.errors import InputError
 def stage(
     config_name: str, *, literal: Sequence[str] = ()
 ) -> Callable[[Callable[[DictConfig], None]], Callable]:
-    """Decorate a stage's main function. Values of `literal` keys are taken as typed, not parsed as
-    Hydra's grammar.
-    """
+    """Decorate a stage's main function; values of `literal` keys are taken as typed."""
 
     def decorate(story: Callable[[DictConfig], None]) -> Callable[[], None]:
         def main() -> None:
@@ -87,9 +85,7 @@ def describe(error: BaseException | None) -> str | None:
 
 
 def quote(argument: str, literal: Sequence[str]) -> str:
-    """Quote `key=value` for Hydra if the key is literal, so that a prompt may hold commas, quotes
-    or braces.
-    """
+    """Quote `key=value` for Hydra if the key is literal: a prompt may hold commas and braces."""
     key, equals, value = argument.partition("=")
     if not equals or key not in literal or value == "null":
         return argument

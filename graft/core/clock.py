@@ -13,9 +13,7 @@ import torch
 
 
 class Clock:
-    """Seconds by stage: `with clock("verify"): ...`, then `lap()` for the stages since the last
-    lap.
-    """
+    """Seconds by stage: `with clock("verify"): ...`; `lap()` hands out those since the last lap."""
 
     def __init__(self, device: torch.device) -> None:
         self._synchronize = torch.cuda.synchronize if device.type == "cuda" else None

@@ -22,9 +22,7 @@ class Target(Protocol):
     max_context: int  # positions the model was made for
 
     def prefill(self, tokens: Sequence[int]) -> Step:
-        """Start a new response: forget the cache, run the prompt, keep the logits of its last
-        position.
-        """
+        """Start a response: forget the cache, run the prompt, keep its last position's logits."""
         ...
 
     def verify(self, tree: DraftTree) -> Step:
@@ -37,9 +35,7 @@ class Target(Protocol):
 
 
 class Backbone(Protocol):
-    """What a drafter may borrow from its target: its embedding, its head, its taps, and the facts
-    to check against.
-    """
+    """What a drafter may borrow from its target, and the facts it must fit."""
 
     device: torch.device
     dtype: torch.dtype
@@ -49,9 +45,7 @@ class Backbone(Protocol):
     num_layers: int
 
     def tap(self, layer_ids: Sequence[int]) -> None:
-        """From now on `Step.taps` holds the outputs of these blocks (0-based), concatenated in this
-        order.
-        """
+        """From now on `Step.taps` holds the outputs of these blocks (0-based), in this order."""
         ...
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -71,9 +65,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, root: int, taps: torch.Tensor) -> Draft:
-        """Draft what follows `root`. `taps` [n, n_taps * H] are those of the n tokens committed
-        since the last call.
-        """
+        """Draft what follows `root`, given the taps [n, n_taps * H] of the n new tokens."""
         ...
 
 
@@ -84,9 +76,7 @@ class TreeBuilder(Protocol):
 
 
 class BudgetPolicy(Protocol):
-    """Decides how many nodes a round is worth: before building (`allocate`), after it (`trim`), or
-    both.
-    """
+    """Decides how many nodes a round is worth: before building, after it, or both."""
 
     def allocate(self, state: RoundState) -> int: ...
 

@@ -16,9 +16,7 @@ GROWTH = 256  # rows; growing copies the buffer, so it must be rare beside the r
 
 
 class KVCache:
-    """Keys and values of `layers` attention layers for one sequence, each a view [1, heads, rows,
-    head_dim].
-    """
+    """Keys and values of all layers for one sequence, each a view [1, heads, rows, head_dim]."""
 
     def __init__(
         self, *, layers: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -33,9 +31,7 @@ class KVCache:
         return self._buffer.shape[4]
 
     def reserve(self, rows: int) -> None:
-        """Make room for `rows` rows behind the committed ones. Committed rows are kept, scratch
-        rows are not.
-        """
+        """Make room for `rows` scratch rows; growing keeps committed rows only."""
         needed = self.length + rows
         if needed <= self.capacity:
             return
@@ -60,9 +56,7 @@ class KVCache:
         return all_keys[:, :, :end], all_values[:, :, :end]
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep these scratch rows (0-based behind the committed ones, ascending), moved together,
-        as committed.
-        """
+        """Keep these scratch rows (0-based, ascending) as committed, moved together."""
         start = self.length
         moved = [(to, row) for to, row in enumerate(rows) if to != row]
         if moved:  # rows that already lie where they belong are not touched

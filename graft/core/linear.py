@@ -3,7 +3,7 @@ for oneDNN.
 
 A decoding pass is a few rows against every weight of the model, so the time goes into reading
 weights. oneDNN would reorder a plain weight at every call; packed once at load the same product is
-1.2-2x faster and, in bf16, bit-identical (tests/test_linear.py). Where the platform cannot pack,
+1.2-2x faster and, in bf16, bit-identical (tests/test_core.py). Where the platform cannot pack,
 the same module falls back to `F.linear`.
 """
 
@@ -19,9 +19,7 @@ ROWS_HINT = 16  # oneDNN picks the packed layout for this many rows: a small tre
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether oneDNN can hold this weight packed (private ops of torch: present since 2.0, checked
-    at each load).
-    """
+    """Whether oneDNN can hold this weight packed; its ops are private, so look for them first."""
     ops = torch.ops.mkldnn
     return (
         weight.device.type == "cpu"
@@ -36,27 +34,20 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 class FusedLinear(nn.Module):
-    """`F.linear` with the weights of one or several layers stacked along the output, for inference
-    only.
-    """
+    """`F.linear` over the weights of several layers stacked along the output, for inference."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
-        weight = (
-            torch.cat([layer.weight.detach() for layer in layers])
-            if len(layers) > 1
-            else layers[0].weight.detach()
-        )
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        if biases and len(biases) != len(layers):
-            raise ValueError("cannot fuse layers with and without bias")
+        assert len(biases) in (0, len(layers)), "layers with and without bias do not fuse"
+        # Plain attributes, not parameters: a packed tensor has an opaque layout that state_dict
+        # and .to() cannot handle.
         self.bias = torch.cat(biases) if biases else None
-        self.packed = can_pack(weight)
-        # Plain attributes, not buffers: a packed tensor has an opaque layout that state_dict and
-        # .to() cannot handle.
-        self.weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT) if self.packed else weight
-        )
+        weights = [layer.weight.detach() for layer in layers]
+        self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        self.packed = can_pack(self.weight)
+        if self.packed:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROWS_HINT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., sum of outs]."""

@@ -82,9 +82,7 @@ class RunLog:
             self._run.log(dict(row))
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows logged so far, by this run or by an interrupted one in the same folder (its torn
-        last line is cut).
-        """
+        """The rows so far, also those of an interrupted run, whose torn last line is cut."""
         if not self._metrics.exists():
             return []
         whole = [

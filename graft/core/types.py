@@ -32,9 +32,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:
-    """A token tree in admission order: node 0 is the root, a parent precedes its children, any
-    prefix is a tree.
-    """
+    """A token tree in admission order: root first, parents before children, any prefix a tree."""
 
     tokens: np.ndarray  # [N] int64
     parents: np.ndarray  # [N] int64, -1 at the root
@@ -47,15 +45,11 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node hangs under the one before it, so that plain causal attention is the
-        tree mask.
-        """
+        """Whether every node hangs under the one before it: causal attention is then its mask."""
         return int(self.depths[-1]) == len(self) - 1
 
     def prefix(self, budget: int) -> DraftTree:
-        """The tree of the first `budget` drafted nodes (the prefix law: the same tree a smaller
-        budget builds).
-        """
+        """The tree of the first `budget` drafted nodes, which is what a smaller budget builds."""
         n = budget + 1
         if n >= len(self):
             return self
@@ -151,9 +145,7 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed. The first token comes from the prefill, so neither it nor the prefill
-        counts.
-        """
+        """Decoding speed; neither the prefill nor the token that comes from it counts."""
         return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds else float("nan")
 
     @property

@@ -19,9 +19,7 @@ class Prompt:
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """The first `limit` prompts of every JSONL file at `path`, a file or a folder. Raises
-    InputError naming the line.
-    """
+    """The first `limit` prompts of each JSONL file at `path`. Raises InputError naming the line."""
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if not files:
         raise InputError(f"{path} holds no .jsonl files")

@@ -48,9 +48,7 @@ class DFlash:
 
     @torch.inference_mode()
     def propose(self, root: int, taps: torch.Tensor) -> Draft:
-        """Draft D positions after `root`, given the taps [n, n_taps * H] of the n tokens committed
-        since.
-        """
+        """Draft D positions after `root`, given the taps [n, n_taps * H] of n new tokens."""
         cache, device = self._cache, self._target.device
         new = len(taps)
         cache.reserve(new + self.config.block_size)
@@ -120,9 +118,7 @@ def untrained(
     candidates: int = 64,
     seed: int = 0,
 ) -> DFlash:
-    """A randomly initialised drafter of the target's width: it drafts noise, and decoding stays
-    exact.
-    """
+    """A random drafter of the target's width: it drafts noise, and decoding stays exact."""
     if target.hidden_size % (2 * heads) or heads % kv_heads:
         raise InputError(
             f"drafter.heads={heads}, drafter.kv_heads={kv_heads} does not divide the hidden size "

@@ -67,9 +67,7 @@ class DFlashConfig:
 
 
 def default_target_layer_ids(num_target_layers: int, taps: int) -> tuple[int, ...]:
-    """The published spacing: block 1 to block L - 3, evenly, Python's rounding; a single tap sits
-    in the middle.
-    """
+    """The published spacing: blocks 1 to L - 3, evenly, Python's rounding; one tap: the middle."""
     if taps == 1:
         return (num_target_layers // 2,)
     step = (num_target_layers - 4) / (taps - 1)
@@ -129,9 +127,7 @@ def parse(raw: Mapping[str, Any], name: str) -> DFlashConfig:
 
 
 def dump(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    """The config.json other engines read. RoPE is written in both spellings; keys we do not
-    interpret are kept.
-    """
+    """The config.json that other engines read: RoPE in both spellings, unknown keys kept."""
     kept = {
         key: value for key, value in config.source.items() if key != "auto_map"
     }  # no remote code beside our files

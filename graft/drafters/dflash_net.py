@@ -29,9 +29,7 @@ Extend = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.T
 
 
 class DFlashNet(nn.Module):
-    """fc, hidden_norm, layers, norm. Runs the same in training (many blocks, a block mask) and
-    decoding (one block).
-    """
+    """fc, hidden_norm, layers, norm: the same for many blocks in training and one in decoding."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -47,9 +45,7 @@ class DFlashNet(nn.Module):
     def context(
         self, taps: torch.Tensor, positions: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values [batch, kv_heads, n, head_dim] of every layer for taps [batch, n, n_taps
-        * H].
-        """
+        """Each layer's keys, values [batch, kv_heads, n, head_dim] for taps [batch, n, taps * H]."""
         features = self.hidden_norm(self.fc(taps))
         rope = self._rope(features, positions[None])
         return [cast(_Layer, layer).self_attn.keys_values(features, rope) for layer in self.layers]
@@ -73,9 +69,7 @@ class DFlashNet(nn.Module):
         return self.norm(blocks)
 
     def decoding_mask(self, layer: int, positions: torch.Tensor) -> torch.Tensor | None:
-        """Additive mask [b, T + b] of one block at positions [b] = T..T+b-1 after T context
-        features, or None.
-        """
+        """Additive mask [b, T + b] of a block at positions [b] behind T features, or None."""
         window, causal = self.config.window(layer), self.config.causal(layer)
         length = int(positions[-1]) + 1
         if not causal and (window is None or length <= window):

@@ -45,9 +45,7 @@ class Noisy:
         ] = []  # (token, its logits) of the continuation, root first
 
     def propose(self, root: int, taps: torch.Tensor) -> Draft:
-        """Roll the continuation D positions past the root, reusing what is left of the last one
-        while it holds.
-        """
+        """Roll the continuation D positions past the root, reusing what still holds of the last."""
         self._ahead = self._ahead[len(taps) :]
         if not self._ahead or self._ahead[0][0] != root:
             self._ahead = [(root, self._next([root]))]

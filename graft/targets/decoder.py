@@ -64,9 +64,7 @@ class QKNorm:
 
 
 class Decoder:
-    """Embedding, blocks, final norm and head of a transformers causal LM. Takes the model's blocks
-    apart.
-    """
+    """Embedding, blocks, final norm and head of a transformers causal LM, which it takes apart."""
 
     def __init__(self, model: Any, family: Family) -> None:
         config, body = model.config, model.model
@@ -102,8 +100,7 @@ class Decoder:
         mask: torch.Tensor | None,
         cache: KVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass over tokens [n] at positions [n], writing their rows behind the cache's
-        committed ones.
+        """One pass over tokens [n] at positions [n]; their rows go behind the cache's committed.
 
         `mask` [n, T + n] is additive; None is causal. Returns the last block's output [n, H] and
         the taps [n, n_taps * H].
@@ -114,16 +111,12 @@ class Decoder:
         cos, sin = self._rope(x, positions[None])  # [1, n, head_dim] each
         half = self.head_dim // 2
         cos, sin = cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
-        if mask is not None:
-            mask = mask.repeat(heads // kv_heads, 1)[
-                None, None
-            ]  # as the queries are folded in `_attend`
+        if mask is not None:  # rows repeat as the queries are folded in `_attend`
+            mask = mask.repeat(heads // kv_heads, 1)[None, None]
         taps: dict[int, torch.Tensor] = {}
         for index, block in enumerate(self._blocks):
-            projected = (
-                block.qkv(block.attention_norm(x)).view(1, n, -1, self.head_dim).transpose(1, 2)
-            )
-            rotated, values = projected.split((heads + kv_heads, kv_heads), 1)
+            qkv = block.qkv(block.attention_norm(x)).view(1, n, -1, self.head_dim).transpose(1, 2)
+            rotated, values = qkv.split((heads + kv_heads, kv_heads), 1)
             if block.qk_norm is not None:
                 rotated = block.qk_norm(rotated)
             rotated = rotated * cos + rotated.roll(half, -1) * sin
@@ -134,10 +127,8 @@ class Decoder:
             x = x + block.feed_forward(block.feed_forward_norm(x))
             if index in self.tapped:
                 taps[index] = x[0]
-        tapped = (
-            torch.cat([taps[index] for index in self.tapped], -1) if taps else x.new_empty(n, 0)
-        )
-        return x[0], tapped
+        chosen = [taps[index] for index in self.tapped]
+        return x[0], torch.cat(chosen, -1) if chosen else x.new_empty(n, 0)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head: last block's output [n, H] -> [n, V]."""
@@ -160,8 +151,7 @@ class _Block:
 def _attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Grouped-query attention: queries [1, heads, n, d], keys and values [1, kv_heads, L, d] ->
-    queries' shape.
+    """Grouped-query attention: queries [1, heads, n, d] over keys, values [1, kv_heads, L, d].
 
     One row, or rows with a mask of their own, fold the group into the query axis: the kernel then
     reads each key once for all its queries. Causal rows cannot fold; they use the kernels that know
@@ -171,8 +161,7 @@ def _attend(
     kv_heads, length = keys.shape[1:3]
     if mask is not None or n == 1:
         folded = queries.reshape(1, kv_heads, -1, d)
-        return F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask).view(
-            1, heads, n, d
-        )
+        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+        return attended.view(1, heads, n, d)
     causal = {"is_causal": True} if n == length else {"attn_mask": causal_lower_right(n, length)}
     return F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True, **causal)

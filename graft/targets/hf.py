@@ -59,9 +59,7 @@ class HFTarget:
 
     @torch.inference_mode()
     def verify(self, tree: DraftTree) -> Step:
-        """Logits [N, V] and taps [N, n_taps * H] of the tree's nodes, each as if its path had been
-        decoded.
-        """
+        """Logits [N, V] and taps [N, n_taps * H] of the nodes, each as if its path were decoded."""
         ids = torch.from_numpy(tree.tokens).to(self.device)
         positions = torch.from_numpy(tree.depths).to(self.device) + self.cache.length
         hidden, taps = self._decoder.run(ids, positions, self._mask(tree), self.cache)
@@ -73,9 +71,7 @@ class HFTarget:
         self.cache.commit(path)
 
     def _mask(self, tree: DraftTree) -> torch.Tensor | None:
-        """Additive mask [N, T + N]: 0 where visible, else the dtype's minimum (never -inf: a row
-        must not be empty).
-        """
+        """Additive mask [N, T + N]: 0 where visible, else the dtype's minimum, never -inf."""
         n, length = len(tree), self.cache.length
         if n == 1 or (tree.is_chain and self.device.type == "cuda"):
             return (
@@ -87,9 +83,7 @@ class HFTarget:
         return mask
 
     def tap(self, layer_ids: Sequence[int]) -> None:
-        """Put the outputs of these blocks (0-based) into every `Step`; raises InputError for a
-        block that is not there.
-        """
+        """Put the outputs of these blocks (0-based) into every `Step`. Raises InputError."""
         if bad := [i for i in layer_ids if not 0 <= i < self.num_layers]:
             raise InputError(f"{self.name} has blocks 0..{self.num_layers - 1}; cannot tap {bad}")
         self._decoder.tapped = list(layer_ids)
@@ -180,9 +174,7 @@ def parse_device(name: str) -> torch.device:
 
 
 def _stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Where the model's own `generate` would stop: its generation config's EOS ids, and the
-    tokenizer's.
-    """
+    """Where the model's own `generate` stops: the EOS ids of its config and its tokenizer."""
     eos = getattr(model.generation_config, "eos_token_id", None)
     ids = list(eos) if isinstance(eos, (list, tuple)) else [eos]
     return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)

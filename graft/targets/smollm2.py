@@ -37,9 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def prepare(folder: Path) -> None:
-    """Leave a complete transformers folder at `folder`. Raises InputError when offline or when a
-    hash is wrong.
-    """
+    """Leave a complete transformers folder. Raises InputError when offline or a hash is wrong."""
     if (folder / ORIGIN).exists():
         log.info("%s is there already", folder)
         return
@@ -57,9 +55,7 @@ def prepare(folder: Path) -> None:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Dequantise to fp32, repair, save; the saved model's logits must equal those of the import,
-    bit by bit.
-    """
+    """Dequantise to fp32, repair, save; the saved logits must equal the import's, bit by bit."""
     transformers_logging.disable_progress_bar()
     source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     imported = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
@@ -91,9 +87,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def repair_pre_tokenizer(tokenizer: Any) -> None:
-    """Split digits one by one before the byte-level split, as the checkpoint was trained ("smollm"
-    in llama.cpp).
-    """
+    """Split digits one by one before the byte-level split, as the checkpoint was trained."""
     split = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     tokenizer.backend_tokenizer.pre_tokenizer = split
 

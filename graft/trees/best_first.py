@@ -21,9 +21,7 @@ from graft.core.types import Draft, DraftTree
 
 
 def expand_reference(draft: Draft, budget: int) -> DraftTree:
-    """The expansion as one would write it on a blackboard. `expand` must agree with it, array by
-    array.
-    """
+    """The expansion as on a blackboard; `expand` must agree with it, array by array."""
     log_probs = draft.log_probs
     D, K = log_probs.shape
     nodes = [(draft.root, -1, 0, np.float32(0.0))]
@@ -51,9 +49,7 @@ def expand_reference(draft: Draft, budget: int) -> DraftTree:
 
 
 def expand(draft: Draft, budget: int) -> DraftTree:
-    """The tree of the `budget` most probable paths of a draft, or of all K + K^2 + ... + K^D if
-    there are fewer.
-    """
+    """The tree of a draft's `budget` most probable paths, or of all there are."""
     return DraftTree(*_expand(draft.root, draft.tokens, draft.log_probs, budget))
 
 
