@@ -155,11 +155,14 @@ def overhead(target: Any, method: Any, prompt: list[int], new_tokens: int) -> li
     rounds: list[Any] = []
     method(Request(prompt, 8))
     method(Request(prompt, new_tokens), on_round=rounds.append)
-    parts = {"mask": partial(target._mask, rounds[-1].tree)}
+    parts = {"mask": partial(target.mask, rounds[-1].tree)}
     drafter = method.keywords["drafter"]
     if isinstance(drafter, DFlash):
         hidden = rounds[-1].draft.hidden
-        parts["candidates"] = partial(drafter._draft, 0, hidden, target.unembed(hidden).float())
+        logits = target.unembed(hidden)
+        parts["candidates"] = partial(
+            Draft.from_logits, 0, logits, hidden, candidates=drafter.candidates
+        )
     inside = medians(parts, 50)
     verbs = {v: statistics.median(r.seconds[v] for r in rounds) for v in rounds[0].seconds}
     whole = sum(verbs.values())

@@ -34,7 +34,7 @@ def test_lossless_on_cuda(family, method, drafter, temperature):
 def test_a_chain_needs_no_mask_on_cuda(family):
     target, reference = tiny.load(family, device="cuda"), tiny.load(family, device="cpu")
     chain = chain_tree(7, np.arange(30, 40), np.zeros(10, np.float32))
-    assert target._mask(chain) is None
+    assert target.mask(chain) is None
     target.prefill(PROMPT)
     reference.prefill(PROMPT)
     logits = target.verify(chain).logits.cpu()

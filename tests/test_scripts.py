@@ -156,7 +156,7 @@ def broken(tmp_path_factory):
         mask_token_id=258,
         taps=1,
     )
-    dflash_checkpoint.save(made._net, folder / "truncated")
+    dflash_checkpoint.save(made.net, folder / "truncated")
     weights = folder / "truncated/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:2000])
     other = tiny.model("qwen3")

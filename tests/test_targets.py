@@ -58,7 +58,7 @@ def test_chains_and_short_causal_passes_agree(target):
     target.prefill(PROMPT)
     chain = chain_tree(7, np.arange(30, 40), np.zeros(10, np.float32))
     masked = target.verify(chain).logits
-    target._mask = lambda tree: None
+    target.mask = lambda tree: None
     torch.testing.assert_close(target.verify(chain).logits, masked, **TIGHT)
 
 

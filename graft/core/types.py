@@ -29,6 +29,16 @@ class Draft:
     )  # [D, K] float32, <= 0, non-increasing along K, normalised over the whole vocabulary
     hidden: torch.Tensor  # [D, H] the drafter's states behind them, on its device
 
+    @classmethod
+    def from_logits(
+        cls, root: int, logits: torch.Tensor, hidden: torch.Tensor, *, candidates: int
+    ) -> Draft:
+        """Keep the best `candidates` of logits [D, V]; only they leave the device."""
+        logits = logits.float()
+        best = logits.topk(min(candidates, logits.shape[-1]))
+        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+        return cls(root, best.indices.cpu().numpy(), log_probs.cpu().numpy(), hidden)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:

@@ -29,9 +29,9 @@ class DFlash:
         if candidates < 1:
             raise InputError(f"drafter.candidates must be at least 1, not {candidates}")
         self.name, self.config, self._target = name, config, target
-        self._candidates = min(candidates, target.vocab_size)
-        self._net = net.to(target.device, target.dtype)
-        pack_linears(self._net)
+        self.candidates = candidates
+        self.net = net.to(target.device, target.dtype)
+        pack_linears(self.net)
         target.tap(config.target_layer_ids)
         block = [config.mask_token_id] * config.block_size
         self._block = torch.tensor(block, device=target.device)
@@ -55,20 +55,16 @@ class DFlash:
         positions = torch.arange(
             cache.length, cache.length + new + self.config.block_size, device=device
         )
-        for layer, (keys, values) in enumerate(self._net.context(taps[None], positions[:new])):
+        for layer, (keys, values) in enumerate(self.net.context(taps[None], positions[:new])):
             cache.write(layer, keys, values)
         cache.commit(range(new))
 
         self._block[0] = root
         slots = positions[new:]
-        masks = [self._net.decoding_mask(layer, slots) for layer in range(self.config.num_layers)]
-        hidden = self._net(self._target.embed(self._block)[None], slots, cache.write, masks)[0, 1:]
-        return self._draft(root, hidden, self._target.unembed(hidden).float())
-
-    def _draft(self, root: int, hidden: torch.Tensor, logits: torch.Tensor) -> Draft:
-        best = logits.topk(self._candidates)
-        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
-        return Draft(root, best.indices.cpu().numpy(), log_probs.cpu().numpy(), hidden)
+        masks = [self.net.decoding_mask(layer, slots) for layer in range(self.config.num_layers)]
+        hidden = self.net(self._target.embed(self._block)[None], slots, cache.write, masks)[0, 1:]
+        logits = self._target.unembed(hidden)
+        return Draft.from_logits(root, logits, hidden, candidates=self.candidates)
 
 
 def check_fits(config: DFlashConfig, target: Backbone, name: str) -> None:

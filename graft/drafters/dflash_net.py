@@ -45,7 +45,7 @@ class DFlashNet(nn.Module):
     def context(
         self, taps: torch.Tensor, positions: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each layer's keys, values [batch, kv_heads, n, head_dim] for taps [batch, n, taps * H]."""
+        """Each layer's keys, values [batch, kv_heads, n, head_dim] of taps [batch, n, taps * H]."""
         features = self.hidden_norm(self.fc(taps))
         rope = self._rope(features, positions[None])
         return [cast(_Layer, layer).self_attn.keys_values(features, rope) for layer in self.layers]

@@ -34,7 +34,7 @@ class Noisy:
         seed: int = 0,
     ) -> None:
         self._target, self._depth, self._noise, self._seed = target, depth, noise, seed
-        self._candidates = min(candidates, target.vocab_size)
+        self._candidates = candidates
         self.name = f"the target itself, blurred by {noise}"
         self.reset()
 
@@ -54,9 +54,9 @@ class Noisy:
             self._ahead.append((token, self._next([*(t for t, _ in self._ahead), token])))
         logits = torch.stack([logits for _, logits in self._ahead]).float()
         blur = torch.randn(logits.shape, generator=self._generator, device=logits.device)
-        best = (logits + self._noise * blur).log_softmax(-1).topk(self._candidates)
+        logits = logits + self._noise * blur
         hidden = logits.new_empty(self._depth, 0)
-        return Draft(root, best.indices.cpu().numpy(), best.values.cpu().numpy(), hidden)
+        return Draft.from_logits(root, logits, hidden, candidates=self._candidates)
 
     def _next(self, tokens: list[int]) -> torch.Tensor:
         """The target's logits [V] after the context and these tokens."""

@@ -62,7 +62,7 @@ class HFTarget:
         """Logits [N, V] and taps [N, n_taps * H] of the nodes, each as if its path were decoded."""
         ids = torch.from_numpy(tree.tokens).to(self.device)
         positions = torch.from_numpy(tree.depths).to(self.device) + self.cache.length
-        hidden, taps = self._decoder.run(ids, positions, self._mask(tree), self.cache)
+        hidden, taps = self._decoder.run(ids, positions, self.mask(tree), self.cache)
         return Step(self._decoder.logits(hidden), taps)
 
     @torch.inference_mode()
@@ -70,7 +70,7 @@ class HFTarget:
         """Keep the cache rows of these nodes of the last verified tree, root first."""
         self.cache.commit(path)
 
-    def _mask(self, tree: DraftTree) -> torch.Tensor | None:
+    def mask(self, tree: DraftTree) -> torch.Tensor | None:
         """Additive mask [N, T + N]: 0 where visible, else the dtype's minimum, never -inf."""
         n, length = len(tree), self.cache.length
         if n == 1 or (tree.is_chain and self.device.type == "cuda"):
