@@ -6,6 +6,7 @@ A traceback from a script is a bug of ours; set GRAFT_DEBUG=1 to see one for bad
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from graft.core.errors import InputError
+
+logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
 
 
 def stage(

@@ -80,10 +80,12 @@ def test_cache_after_commit_is_that_of_a_fresh_prefill(family):
 def test_verify_leaves_the_context_alone(target):
     target.prefill(PROMPT)
     before = target.cache.rows().clone()
-    first = target.verify(random_tree(30, 0)).logits
+    tree = random_tree(30, 0)
+    first = target.verify(tree).logits
     target.verify(random_tree(10, 1))
     assert torch.equal(target.cache.rows(), before)
-    torch.testing.assert_close(target.verify(random_tree(30, 0)).logits, first, rtol=0, atol=0)
+    torch.testing.assert_close(target.verify(tree).logits, first, rtol=0, atol=0)
+    assert np.array_equal(tree.visible, ancestor_mask(tree.parents)), "the tree is left alone too"
 
 
 def test_cache_grows_in_blocks_and_keeps_its_rows(target, family):

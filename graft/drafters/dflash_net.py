@@ -71,8 +71,10 @@ class DFlashNet(nn.Module):
     def decoding_mask(self, layer: int, positions: torch.Tensor) -> torch.Tensor | None:
         """Additive mask [b, T + b] of a block at positions [b] behind T features, or None."""
         window, causal = self.config.window(layer), self.config.causal(layer)
+        if not causal and window is None:
+            return None
         length = int(positions[-1]) + 1
-        if not causal and (window is None or length <= window):
+        if not causal and window is not None and length <= window:
             return None
         keys = torch.arange(length, device=positions.device)
         ahead = keys - positions[:, None]  # how far a key lies ahead of a query

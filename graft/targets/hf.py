@@ -74,11 +74,9 @@ class HFTarget:
         """Additive mask [N, T + N]: 0 where visible, else the dtype's minimum, never -inf."""
         n, length = len(tree), self.cache.length
         if n == 1 or (tree.is_chain and self.device.type == "cuda"):
-            return (
-                None  # CPU kernels know no causality behind a context: a chain's mask is a triangle
-            )
+            return None  # CPU kernels know no causality behind a context; chains need a triangle
         mask = torch.zeros(n, length + n, dtype=self.dtype, device=self.device)
-        blocked = torch.from_numpy(tree.visible).to(self.device).logical_not_()
+        blocked = ~torch.from_numpy(tree.visible).to(self.device)
         mask[:, length:].masked_fill_(blocked, torch.finfo(self.dtype).min)
         return mask
 
