@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from launch import stage
+from launch import bind, decoder_of, drafts, stage
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +25,7 @@ from graft.core.errors import InputError
 from graft.core.runlog import RunLog
 from graft.core.types import Generation, Request
 from graft.decode import autoregressive
+from graft.eval.lossless import first_difference
 
 VERBS = ("propose", "allocate", "build", "trim", "verify", "accept", "commit")
 
@@ -33,9 +35,9 @@ def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
     name = HydraConfig.get().runtime.choices["method"]
     messages = read_messages(cfg)
-    method = instantiate(cfg.method)
+    method = decoder_of(cfg.method)
     target = instantiate(cfg.target)
-    drafter = instantiate(cfg.drafter, target=target) if "builder" in cfg.method else None
+    drafter = instantiate(cfg.drafter, target=target) if drafts(cfg.method) else None
     request = Request(
         prompt=target.encode_chat(messages),
         max_new_tokens=cfg.max_new_tokens,
@@ -45,7 +47,7 @@ def main(cfg: DictConfig) -> None:
         seed=cfg.seed,
         stop_tokens=target.stop_tokens,
     )
-    method = partial(method, target=target, **({"drafter": drafter} if drafter else {}))
+    method = bind(method, target=target, drafter=drafter)
     methods = {name: method} | (
         {"ar": partial(autoregressive.generate, target=target)} if cfg.compare else {}
     )
@@ -70,7 +72,7 @@ def main(cfg: DictConfig) -> None:
     if printer:
         printer.finish()
     else:
-        console.print(target.decode(results[name].tokens), markup=False, end="\n\n")
+        console.out(target.decode(results[name].tokens), end="\n\n", highlight=False)
     results |= {other: decode(request) for other, decode in methods.items() if other != name}
     console.print(table(results))
     if cfg.compare:
@@ -147,35 +149,37 @@ def table(results: dict[str, Generation]) -> Table:
     out = Table(box=None, pad_edge=False)
     for heading in ("", *results):
         out.add_column(heading, justify="right" if heading else "left")
-    rows = list(results.values())
-    out.add_row("tokens", *(str(len(r.tokens)) for r in rows))
-    out.add_row("rounds", *(str(len(r.committed)) for r in rows))
-    out.add_row("MAT (tokens a round)", *(f"{r.mat:.2f}" for r in rows))
-    out.add_row("tokens/s", *(f"{r.tokens_per_second:.1f}" for r in rows))
-    out.add_row("prefill, ms", *(f"{1e3 * r.seconds['prefill']:.0f}" for r in rows))
+
+    def row(label: str, form: str, value: Callable[[Generation], float | None]) -> None:
+        values = [value(result) for result in results.values()]
+        if any(v is not None for v in values):
+            out.add_row(label, *("" if v is None else format(v, form) for v in values))
+
+    def a_round(result: Generation, seconds: float) -> float:
+        return 1e3 * seconds / max(len(result.committed), 1)
+
+    def of_verb(verb: str, result: Generation) -> float | None:
+        return a_round(result, result.seconds[verb]) if verb in result.seconds else None
+
+    row("tokens", "d", lambda r: len(r.tokens))
+    row("rounds", "d", lambda r: len(r.committed))
+    row("MAT (tokens a round)", ".2f", lambda r: r.mat)
+    row("tokens/s", ".1f", lambda r: r.tokens_per_second)
+    row("prefill, ms", ".0f", lambda r: 1e3 * r.seconds["prefill"])
     for verb in VERBS:
-        cells = [
-            1e3 * r.seconds[verb] / max(len(r.committed), 1) if verb in r.seconds else None
-            for r in rows
-        ]
-        if any(cell is not None for cell in cells):
-            out.add_row(
-                f"{verb}, ms a round", *("" if cell is None else f"{cell:.2f}" for cell in cells)
-            )
+        row(f"{verb}, ms a round", ".2f", partial(of_verb, verb))
+    row("all but propose, verify", ".2f", lambda r: a_round(r, r.overhead_seconds))
     return out
 
 
 def verdict(result: Generation, baseline: Generation) -> str:
     """Speedup over AR and whether the tokens are the same."""
+    first = first_difference(result.tokens, baseline.tokens)
+    same = "yes" if first is None else f"NO, from token {first} on (near-ties in bf16 can flip)"
+    if len(result.tokens) < 2 or len(baseline.tokens) < 2:
+        return f"\ntokens identical to AR: {same}"
     speedup = result.tokens_per_second / baseline.tokens_per_second
-    pairs = enumerate(zip(result.tokens, baseline.tokens, strict=False))
-    shorter = min(len(result.tokens), len(baseline.tokens))
-    if result.tokens == baseline.tokens:
-        same = "tokens identical to AR: yes"
-    else:
-        first = next((i for i, (a, b) in pairs if a != b), shorter)
-        same = f"tokens identical to AR: NO, they part at token {first} (near-ties in bf16 can)"
-    return f"\nspeedup over AR: {speedup:.2f}x, {same}"
+    return f"\nspeedup over AR: {speedup:.2f}x, tokens identical to AR: {same}"
 
 
 if __name__ == "__main__":

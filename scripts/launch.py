@@ -6,12 +6,16 @@ A traceback from a script is a bug of ours; set GRAFT_DEBUG=1 to see one for bad
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+HYDRA_HINT = ", set env var HYDRA_FULL_ERROR=1 to see chained exception."
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
 os.environ.setdefault("GRAFT_ROOT", str(ROOT))
@@ -20,10 +24,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import hydra
 from hydra.errors import HydraException, InstantiationException
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from graft.core.errors import InputError
+from graft.core.types import Generation
 
 logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
 
@@ -68,6 +74,26 @@ def stage(
     return decorate
 
 
+def decoder_of(method: DictConfig) -> partial[Generation]:
+    """A method's decode function, before any model is loaded, so that a wrong key costs no time."""
+    decode: partial[Generation] = instantiate(method)
+    try:
+        inspect.signature(decode.func).bind_partial(**decode.keywords)
+    except TypeError as error:
+        raise InputError(f"method: {error}") from error
+    return decode
+
+
+def bind(decode: partial[Generation], *, target: Any, drafter: Any | None) -> partial[Generation]:
+    """Give a decode function its models; plain decoding takes no drafter."""
+    return partial(decode, target=target, **({"drafter": drafter} if drafter else {}))
+
+
+def drafts(method: DictConfig) -> bool:
+    """Whether a method needs a drafter."""
+    return "builder" in method
+
+
 def describe(error: BaseException | None) -> str | None:
     """One line for an error that the user can mend, None for one of ours."""
     if isinstance(error, InputError):
@@ -76,11 +102,10 @@ def describe(error: BaseException | None) -> str | None:
         cause = error.__cause__
         while isinstance(cause, InstantiationException):
             cause = cause.__cause__
-        # A TypeError at the call itself is a key the constructor does not have; anything deeper is
-        # ours.
-        return (
-            " ".join(str(error).split()) if isinstance(cause, TypeError | None) else describe(cause)
-        )
+        # A wrong key, type or `_target_` in the config; what a constructor raises beyond is ours.
+        if isinstance(cause, TypeError | ImportError | None):
+            return " ".join(str(error).replace(HYDRA_HINT, "").split())
+        return describe(cause)
     if isinstance(error, HydraException | OmegaConfBaseException):
         details = f"{error} {error.__cause__ or ''}".split("Config search path")[0]
         return " ".join(details.split()) + " (--help lists the keys)"

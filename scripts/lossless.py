@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import sys
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.utils import instantiate
-from launch import stage
+from launch import bind, decoder_of, drafts, stage
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import (
@@ -31,9 +32,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from graft.core.runlog import RunLog
+from graft.core.runlog import RunLog, revision, versions
 from graft.core.types import Request
-from graft.data.prompts import read_prompts
+from graft.data.prompts import Prompt, read_prompts
 from graft.decode import autoregressive
 from graft.eval.lossless import compare
 
@@ -45,41 +46,52 @@ def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
     prompts = read_prompts(Path(cfg.prompts), cfg.per_set)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    methods = {name: instantiate(method) for name, method in cfg.methods.items()}
+    decoders = {name: decoder_of(method) for name, method in cfg.methods.items() if drafts(method)}
     target = instantiate(cfg.target)
     drafter = instantiate(cfg.drafter, target=target)
 
+    # Rows are kept only for the very same code, versions, models and settings.
     made_by = {key: config[key] for key in ("target", "drafter", "methods", *SAMPLING)}
+    made_by |= {"device": str(target.device), "git": revision(), "versions": versions()}
     digest = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:12]
     folder = Path(cfg.paths.outputs) / "lossless" / digest
     log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb)
     done = {(row["prompt"], row["method"]) for row in log.rows()}
     header = f"{target.name}, {target.dtype}; {drafter.name}; rows in {folder}"
     console.print(header.replace("torch.", ""), style="dim", soft_wrap=True)
+    if done:
+        console.print(f"going on after {len(done)} rows of an earlier run", style="dim")
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress("prompts", *columns, console=console) as progress:
         for prompt in progress.track(prompts):
-            if missing := [name for name in methods if (prompt.id, name) not in done]:
-                request = Request(
-                    prompt=target.encode_chat([{"role": "user", "content": prompt.turns[0]}]),
-                    stop_tokens=target.stop_tokens,
-                    **{key: cfg[key] for key in SAMPLING},
-                )
-                oracle = autoregressive.generate(request, target=target)
-                for name in missing:
-                    decode = partial(methods[name], target=target, drafter=drafter)
-                    row = compare(request, oracle, decode, target)
-                    log.log({"prompt": prompt.id, "source": prompt.source, "method": name, **row})
+            missing = [name for name in decoders if (key_of(prompt), name) not in done]
+            if not missing:
+                continue
+            request = Request(
+                prompt=target.encode_chat([{"role": "user", "content": prompt.turns[0]}]),
+                stop_tokens=target.stop_tokens,
+                **{key: cfg[key] for key in SAMPLING},
+            )
+            oracle = autoregressive.generate(request, target=target)
+            for name in missing:
+                decode = bind(decoders[name], target=target, drafter=drafter)
+                row = compare(request, oracle=oracle, decode=decode, target=target)
+                log.log({"prompt": key_of(prompt), "source": prompt.source, "method": name, **row})
     log.close()
-    wanted = {prompt.id for prompt in prompts}
-    rows = [row for row in log.rows() if row["prompt"] in wanted and row["method"] in methods]
+    wanted = {key_of(prompt) for prompt in prompts}
+    rows = [row for row in log.rows() if row["prompt"] in wanted]
     console.print(table(rows))
-    if cfg.target.dtype == "float32" and not all(row["identical"] for row in rows):
+    if target.dtype == torch.float32 and not all(row["identical"] for row in rows):
         sys.exit(1)
 
 
+def key_of(prompt: Prompt) -> str:
+    """A prompt's id and what it says: ids alone repeat across files."""
+    return f"{prompt.id}-{hashlib.sha256(prompt.turns[0].encode()).hexdigest()[:8]}"
+
+
 def table(rows: list[dict[str, Any]]) -> Table:
-    """One line a method: prompts, how many diverge, where and at what logit gap, MAT."""
+    """One line a method; of divergences, smallest / median / largest index and logit gap."""
     by_method = defaultdict(list)
     for row in rows:
         by_method[row["method"]].append(row)
@@ -101,16 +113,19 @@ def table(rows: list[dict[str, Any]]) -> Table:
             str(len(mine)),
             str(sum(row["tokens"] for row in mine)),
             str(len(diverging)),
-            _range([row["first_divergence"] for row in diverging], "{:.0f}"),
-            _range([row["logit_gap"] for row in diverging if "logit_gap" in row], "{:.3g}"),
-            f"{sum(row['mat'] for row in mine) / len(mine):.2f}",
+            spread([row["first_divergence"] for row in diverging], "{:.0f}"),
+            spread([row["logit_gap"] for row in diverging if "logit_gap" in row], "{:.3g}"),
+            f"{statistics.mean(row['mat'] for row in mine if row['mat'] is not None):.2f}",
         )
     return out
 
 
-def _range(values: list[Any], form: str) -> str:
-    known = [value for value in values if value is not None]
-    return f"{form.format(min(known))} .. {form.format(max(known))}" if known else ""
+def spread(values: list[float], form: str) -> str:
+    """Smallest, median and largest."""
+    if not values:
+        return ""
+    numbers = (min(values), statistics.median(values), max(values))
+    return " / ".join(form.format(number) for number in numbers)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,8 @@ def test_run_log_survives_a_torn_line(tmp_path):
     assert again.rows() == [{"x": 1}]
     again.log({"x": 3})
     assert again.rows() == [{"x": 1}, {"x": 3}]
+    again.log({"x": float("nan")})
+    assert again.rows()[-1] == {"x": None}
     made_by = json.loads((tmp_path / "run.json").read_text())
     assert made_by["config"] == {"a": 1}
     assert {"git", "versions", "machine", "command"} <= made_by.keys()

@@ -74,7 +74,17 @@ def plain_hidden(net: DFlashNet, target: Backbone, taps: torch.Tensor, root: int
     """The block's hidden states [b, H], slot by slot and head by head, from the description."""
     config, state = net.config, net.state_dict()
     T, b, d = len(taps), config.block_size, config.head_dim
-    angles = net._rope(taps, torch.arange(T + b)[None])
+    if config.rope_scaling is None:
+        inverse = config.rope_theta ** -(torch.arange(0, d, 2) / d)
+        angle = torch.arange(T + b)[:, None] * torch.cat([inverse, inverse])
+        angles = angle.cos()[None], angle.sin()[None]
+    else:  # scaled RoPE is transformers' own
+        angles = net._rope(taps, torch.arange(T + b)[None])
+
+    def visible(layer, ahead):  # as in z-lab's mask
+        sliding = bool(config.layer_types) and config.layer_types[layer] == "sliding_attention"
+        causal = sliding if config.is_causal is None else config.is_causal
+        return not (causal and ahead > 0) and not (sliding and abs(ahead) >= config.sliding_window)
 
     def norm(x, weight):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * weight
@@ -100,9 +110,7 @@ def plain_hidden(net: DFlashNet, target: Backbone, taps: torch.Tensor, root: int
                 scores, values = [], []
                 for row in range(T + b):
                     ahead = row - (T + slot)
-                    if config.causal(i) and ahead > 0:
-                        continue
-                    if config.window(i) is not None and abs(ahead) >= config.window(i):
+                    if not visible(i, ahead):
                         continue
                     k = (rows[row] @ attn["k_proj"].T).view(-1, d)[kv]
                     scores.append(q @ rotated(norm(k, attn["k_norm"]), row) / d**0.5)
@@ -151,6 +159,38 @@ def test_drafting_step_by_step_is_drafting_from_scratch(variant):
     )
 
 
+def test_bf16_keeps_its_angles_far_into_the_text():
+    """Casting RoPE's frequencies to bf16 loses the position after a few hundred tokens."""
+    taps = torch.randn(900, 128)
+    exact = drafter(tiny.load("qwen3", device="cpu"))
+    rounded = drafter(tiny.load("qwen3", dtype="bfloat16", device="cpu"))
+    assert rounded.net._rope.inv_freq.dtype == torch.float32
+    a = exact.propose(65, taps).hidden.flatten()
+    b = rounded.propose(65, taps.bfloat16()).hidden.flatten().float()
+    assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.999
+
+
+def test_binding_a_network_leaves_it_trainable_and_savable(tmp_path):
+    net = network()
+    bound = dflash.DFlash(net, tiny.load("qwen3", device="cpu"), candidates=4, name="x")
+    bound.propose(1, torch.randn(3, 128))
+    dflash_checkpoint.save(net, tmp_path / "saved")
+    assert torch.equal(
+        dflash_checkpoint.load(str(tmp_path / "saved")).fc.weight, network().fc.weight
+    )
+
+
+def test_a_second_drafter_does_not_change_what_the_first_one_reads():
+    target = HFTarget(tiny.model("qwen3", layers=4), tiny.tokenizer(), name="tiny")
+    first = drafter(
+        target, dataclasses.replace(CONFIG, num_target_layers=4, target_layer_ids=(0, 1))
+    )
+    drafter(target, dataclasses.replace(CONFIG, num_target_layers=4, target_layer_ids=(2, 3)))
+    others = target.prefill(PROMPT).taps
+    first.reset()
+    assert not torch.equal(target.prefill(PROMPT).taps, others)
+
+
 def test_the_drafter_reads_the_targets_block_outputs():
     """Taps off by one cost acceptance and nothing else: `hidden_states[id + 1]` is pinned here."""
     model = tiny.model("qwen3", layers=4)
@@ -196,7 +236,7 @@ PUBLISHED = {
 
 def test_both_config_layouts_say_the_same():
     old = parse(PUBLISHED, "old")
-    assert (old.block_size, old.depth, old.rope_theta, old.rope_scaling) == (16, 15, 1e6, None)
+    assert (old.block_size, old.rope_theta, old.rope_scaling) == (16, 1e6, None)
     moved = {
         k: v for k, v in PUBLISHED.items() if k not in ("block_size", "rope_theta", "rope_scaling")
     }
@@ -214,6 +254,23 @@ def test_both_config_layouts_say_the_same():
     ]
     assert [parse(raw, "").rope_scaling for raw in spelled] == [yarn, yarn]
     assert [parse(raw, "").rope_theta for raw in spelled] == [1e6, 1e6]
+    outside = PUBLISHED | {"dflash_config": {"mask_token_id": 1}, "target_layer_ids": [3, 4]}
+    assert parse(outside, "").target_layer_ids == (3, 4)
+
+
+def test_sliding_layers_are_read_as_transformers_reads_them():
+    window = {"sliding_window": 2048, "layer_types": ["sliding_attention"] * 4 + ["full_attention"]}
+    on = parse(PUBLISHED | window | {"use_sliding_window": True}, "")
+    assert [on.window(i) for i in range(5)] == [2048] * 4 + [None]
+    assert [on.causal(i) for i in range(5)] == [True] * 4 + [False]
+    off = parse(PUBLISHED | window, "")
+    assert [off.window(i) for i in range(5)] == [None] * 5
+    implied = {k: v for k, v in PUBLISHED.items() if k != "layer_types"}
+    implied |= {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}
+    assert [parse(implied, "").window(i) for i in range(5)] == [None] * 3 + [64] * 2
+    nested = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    with pytest.raises(InputError, match="per layer type"):
+        parse(PUBLISHED | {"rope_parameters": nested}, "x")
 
 
 def test_state_dict_has_the_published_names():
@@ -310,6 +367,8 @@ def test_damaged_checkpoints_are_refused(tmp_path):
     refused(r"norm\.weight holds NaN")
     config.write_text(settings[:50])
     refused("not valid JSON")
+    config.write_text("[1, 2]")
+    refused("not a JSON object")
     config.write_text(
         json.dumps({k: v for k, v in json.loads(settings).items() if k != "block_size"})
     )

@@ -31,11 +31,29 @@ def test_lossless_on_cuda(family, method, drafter, temperature):
     assert result.tokens == autoregressive.generate(request, target=target).tokens
 
 
-def test_a_chain_needs_no_mask_on_cuda(family):
+def test_chains_agree_with_the_cpu(family):
     target, reference = tiny.load(family, device="cuda"), tiny.load(family, device="cpu")
     chain = chain_tree(7, np.arange(30, 40), np.zeros(10, np.float32))
-    assert target.mask(chain) is None
     target.prefill(PROMPT)
     reference.prefill(PROMPT)
     logits = target.verify(chain).logits.cpu()
     torch.testing.assert_close(logits, reference.verify(chain).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["dflash", "ddtree"])
+def test_bf16_on_cuda_is_close_to_fp32_on_cpu(family, method):
+    """The production path: flash without a mask, masked kernels at odd lengths, a bf16 drafter."""
+    target = tiny.load(family, dtype="bfloat16", device="cuda")
+    reference = tiny.load(family, device="cpu")
+    cfg = composed("generate", "+experiment=tiny", f"method={method}")
+    drafter = instantiate(cfg.drafter, target=target)
+    draft = drafter.propose(65, target.prefill(PROMPT).taps)
+    tree = instantiate(cfg.method).keywords["builder"].build(draft, 13)
+    assert (target.mask(tree) is None) == (method == "dflash")
+    reference.prefill(PROMPT)
+    exact = reference.verify(tree).logits
+    error = (target.verify(tree).logits.float().cpu() - exact).abs().max()
+    assert error < 0.5 * exact.std()
+    request = Request(PROMPT, 40)
+    parts = {"target": target, "drafter": drafter}
+    assert len(instantiate(cfg.method)(request, **parts).tokens) == 40

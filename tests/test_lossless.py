@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 
@@ -12,6 +13,7 @@ from hydra.utils import instantiate
 from scipy.stats import chisquare
 
 from graft.budgets.fixed import Fixed
+from graft.core.kv_cache import GROWTH
 from graft.core.types import Request
 from graft.decode import autoregressive, loop
 from graft.decode.sampling import probabilities
@@ -81,6 +83,26 @@ def test_a_stop_token_ends_the_response_inside_a_path(target):
         )
         assert result.tokens == full[: full.index(stop) + 1], "the stop token itself is kept"
         assert result.stopped
+
+
+def test_lossless_across_a_growing_cache(target):
+    """Rounds on both sides of a growth, the commit that follows it among them."""
+    request = Request((PROMPT * 11)[: GROWTH - 20], 60)
+    result = loop.generate(
+        request, target=target, drafter=Noisy(target), builder=DDTree(), budget=Fixed(16)
+    )
+    assert target.cache.capacity > GROWTH
+    assert result.tokens == autoregressive.generate(request, target=target).tokens
+
+
+def test_a_response_of_one_token(target):
+    request = Request(PROMPT, 1)
+    parts = {"drafter": Noisy(target), "builder": DDTree(), "budget": Fixed(4)}
+    result = loop.generate(request, target=target, **parts)
+    assert result.tokens == autoregressive.generate(request, target=target).tokens
+    assert result.committed == []
+    assert math.isnan(result.mat)
+    assert math.isnan(result.tokens_per_second)
 
 
 def test_streamed_tokens_are_the_response(target):

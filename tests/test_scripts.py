@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import bench
 import generate
 import launch
 import lossless
@@ -130,6 +131,29 @@ def test_lossless_goes_on_where_it_was(tiny_run, tmp_path):
     assert sorted(map(json.loads, again), key=str) == sorted(map(json.loads, whole), key=str)
 
 
+def test_lossless_trusts_no_rows_of_other_code(tiny_run, tmp_path, monkeypatch):
+    settings = ("drafter=noisy", "per_set=1", "max_new_tokens=8")
+    assert tiny_run(lossless, *settings)[0] == 0
+    assert "going on after 5 rows" in tiny_run(lossless, *settings)[1]
+    monkeypatch.setattr(lossless, "revision", lambda: "another revision")
+    assert "going on" not in tiny_run(lossless, *settings)[1]
+    assert len(list((tmp_path / "outputs/lossless").glob("*/metrics.jsonl"))) == 2
+
+
+def test_bench_measures_the_tiny_model(tiny_run, tmp_path):
+    pytest.importorskip("psutil")
+    settings = ("repeats=2", "context=20", "new_tokens=6", "rounds=120", "drafter=noisy")
+    code, out, _ = tiny_run(bench, *settings)
+    assert code == 0
+    for row in ("plain heap / ours", "64 nodes, AR steps", "overhead, % of the round", "grew by"):
+        assert row in out
+    rows = next((tmp_path / "outputs/bench").glob("*/metrics.jsonl")).read_text().splitlines()
+    assert all(isinstance(v, float | int) for row in rows for v in json.loads(row).values())
+    code, _, err = tiny_run(bench, "method=ar")
+    assert code == 2
+    assert "choose another method" in err
+
+
 def test_lossless_reports_a_method_that_is_not(tiny_run, monkeypatch):
     from graft.decode import loop
 
@@ -171,8 +195,14 @@ def broken(tmp_path_factory):
     ("arguments", "message"),
     [
         (["method=foo"], "Could not find 'method/foo'"),
-        (["method.budget.nodes=0"], "budget must be at least 1"),
-        (["method.budget.nodes=-3"], "budget must be at least 1"),
+        (["method.budget.nodes=0"], "must lie in 1..4096, not 0"),
+        (["method.budget.nodes=-3"], "must lie in 1..4096, not -3"),
+        (["method.budget.nodes=100000"], "must lie in 1..4096"),
+        (["method.budget.nodes=many"], "Fixed"),
+        (["max_new_tokens=abc"], "max_new_tokens must be a number"),
+        (["temperature=warm"], "temperature must be a number"),
+        (["+method.nonsense=1"], "nonsense"),
+        (["method._target_=graft.nonsense"], "graft.nonsense"),
         (["max_new_tokens=5000"], "more than the target's context of 1024"),
         (["prompt=" + "long " * 400], "more than the target's context of 1024"),
         (["prompt="], "prompt is empty"),

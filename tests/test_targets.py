@@ -140,6 +140,11 @@ def test_damaged_weights_are_refused(tmp_path):
     weights.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match="cannot load target"):
         hf.load(str(tmp_path))
+    save_file(
+        {k: v for k, v in state.items() if k != "model.norm.weight"}, weights, {"format": "pt"}
+    )
+    with pytest.raises(InputError, match=r"lacks 1 weights, model\.norm\.weight"):
+        hf.load(str(tmp_path))
     state["model.layers.1.mlp.down_proj.weight"][3, 4] = float("nan")
     save_file(state, weights, {"format": "pt"})
     with pytest.raises(InputError, match=r"layers\.1\.mlp\.down_proj\.weight holds NaN"):
@@ -152,6 +157,7 @@ def test_damaged_weights_are_refused(tmp_path):
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "overwrite cache rows"),
         ("qwen3_next", {}, "linear_attention layers fold the past"),
         ("gemma3_text", {}, "overwrite cache rows"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}, "overwrite cache rows"),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "changes angles"),
         ("gpt2", {}, "no family file"),
     ],

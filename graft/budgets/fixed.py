@@ -5,15 +5,15 @@ from __future__ import annotations
 from graft.core.errors import InputError
 from graft.core.types import DraftTree, RoundState
 
+MAX_NODES = 4096  # the ancestor mask takes nodes^2 bytes, the logits nodes * V numbers
+
 
 class Fixed:
     """Always `nodes` drafted nodes, root excluded."""
 
     def __init__(self, nodes: int) -> None:
-        if nodes < 1:
-            raise InputError(
-                f"the budget must be at least 1 node a round, not {nodes} (budget.nodes)"
-            )
+        if not 1 <= nodes <= MAX_NODES:
+            raise InputError(f"budget.nodes must lie in 1..{MAX_NODES}, not {nodes}")
         self.nodes = nodes
 
     def allocate(self, state: RoundState) -> int:

@@ -16,14 +16,14 @@ class Clock:
     """Seconds by stage: `with clock("verify"): ...`; `lap()` hands out those since the last lap."""
 
     def __init__(self, device: torch.device) -> None:
-        self._synchronize = torch.cuda.synchronize if device.type == "cuda" else None
+        self._device = device
         self._lap: dict[str, float] = {}
         self.totals: dict[str, float] = defaultdict(float)
 
     def now(self) -> float:
-        """Seconds on a monotonic clock, with all work given to the device done."""
-        if self._synchronize is not None:
-            self._synchronize()
+        """Seconds on a monotonic clock, once the device has done all it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
     @contextmanager

@@ -64,3 +64,15 @@ def pack_linears(module: nn.Module) -> None:
                 setattr(module, name, FusedLinear([child]))
         else:
             pack_linears(child)
+
+
+def cast_parameters(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Move a module and cast its parameters, in place; buffers keep their dtype.
+
+    `module.to(dtype)` would cast RoPE's inverse frequencies too: in bf16 the angles are then off by
+    radians after a few hundred tokens, and acceptance falls with the context while nothing fails.
+    """
+    module.to(device)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return module

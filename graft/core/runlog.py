@@ -6,7 +6,9 @@ half-written.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -26,15 +28,26 @@ def provenance(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "config": config,
         "command": sys.argv,
-        "git": _git("rev-parse", "HEAD") + ("-dirty" if _git("status", "--porcelain") else ""),
-        "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in PACKAGES},
+        "git": revision(),
+        "versions": versions(),
         "machine": {
             "platform": platform.platform(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
             "threads": torch.get_num_threads(),
         },
     }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that results depend on."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+
+
+def revision() -> str:
+    """The git revision, and a digest of what differs from it."""
+    changes = _git("diff", "HEAD")
+    digest = hashlib.sha256(changes.encode()).hexdigest()[:8]
+    return _git("rev-parse", "HEAD") + (f"-dirty-{digest}" if changes else "")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -75,11 +88,12 @@ class RunLog:
             )
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Append one row of numbers."""
+        """Append one row; what is not a number is null (JSON knows no NaN)."""
+        row = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
         with self._metrics.open("a") as file:
             file.write(json.dumps(row) + "\n")
         if self._run is not None:
-            self._run.log(dict(row))
+            self._run.log(row)
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows so far, also those of an interrupted run, whose torn last line is cut."""

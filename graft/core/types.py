@@ -9,8 +9,9 @@ What the host works on (tokens, parents, scores, masks) is numpy; what lives on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -119,6 +120,9 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "temperature", "top_p", "top_k", "seed"):
+            if not isinstance(value := getattr(self, name), int | float):
+                raise InputError(f"{name} must be a number, not {value!r}")
         checks = {
             "the prompt is empty": len(self.prompt) > 0,
             f"max_new_tokens must be at least 1, not {self.max_new_tokens}": self.max_new_tokens
@@ -135,32 +139,32 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished response and what it took. MAT is the mean of `committed`."""
+    """A finished response and what it took."""
 
     tokens: list[int]  # the response, the stop token included
     stopped: bool  # ended by a stop token rather than by max_new_tokens
-    committed: list[
-        int
-    ]  # tokens committed by each round, bonus included; the last round counts in full
+    committed: list[int]  # tokens committed by each round, bonus included; the last counts in full
     nodes: list[int]  # drafted nodes verified in each round
-    seconds: dict[str, float] = field(
-        default_factory=dict
-    )  # total by stage; "prefill" stands beside the verbs
-    decode_seconds: float = 0.0  # wall clock after the prefill, first draft pass included
+    seconds: dict[str, float]  # total by verb, and "prefill"
 
     @property
     def mat(self) -> float:
-        """Mean tokens committed per round (nan before the first round)."""
-        return sum(self.committed) / len(self.committed) if self.committed else float("nan")
+        """Mean tokens committed per round (nan without rounds)."""
+        return sum(self.committed) / len(self.committed) if self.committed else math.nan
 
     @property
-    def tokens_per_second(self) -> float:
-        """Decoding speed; neither the prefill nor the token that comes from it counts."""
-        return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds else float("nan")
+    def decode_seconds(self) -> float:
+        """Time in the verbs: first draft pass included, prefill and callbacks not."""
+        return sum(self.seconds.values()) - self.seconds["prefill"]
 
     @property
     def overhead_seconds(self) -> float:
-        """Decoding time outside the two forward passes (`propose` and `verify`)."""
-        return (
-            self.decode_seconds - self.seconds.get("propose", 0.0) - self.seconds.get("verify", 0.0)
-        )
+        """Decoding time outside the drafter's and the target's passes (`propose`, `verify`)."""
+        passes = self.seconds.get("propose", 0.0) + self.seconds.get("verify", 0.0)
+        return self.decode_seconds - passes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed; the first token comes from the prefill and counts on neither side."""
+        decoded = len(self.tokens) - 1
+        return decoded / self.decode_seconds if decoded else math.nan

@@ -1,9 +1,8 @@
-"""Plain decoding, one token a pass: the baseline every speedup is quoted against, and the oracle of
-losslessness.
+"""Plain decoding, one token a pass: the baseline of every speedup, and the oracle of losslessness.
 
-It runs on the same target, cache and kernels as `loop.generate` and does none of its work: no
-drafter, no tree, no walk. It is its own loop because a baseline must not pay our overhead and an
-oracle must not share our bugs.
+It shares the target's pass, cache and sampler with `loop.generate`, and nothing else: no drafter,
+no tree but the root, no walk. A baseline must not pay our overhead. As an oracle it is itself
+checked against transformers' `generate` (tests/test_lossless.py, tests/test_default_target.py).
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ def generate(
     nothing = np.empty(0, np.int64), np.empty(0, np.float32)
     with clock("prefill"):
         token = sampler.draws(target.prefill(request.prompt).logits)(0)
-    start = clock.now()
     response.extend([token])
     while not response.finished:
         with clock("verify"):
@@ -47,5 +45,4 @@ def generate(
         committed=[1] * passes,
         nodes=[0] * passes,
         seconds=dict(clock.totals),
-        decode_seconds=clock.now() - start,
     )

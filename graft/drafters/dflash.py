@@ -8,12 +8,14 @@ at the committed length.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from graft.core.errors import InputError
 from graft.core.interfaces import Backbone
 from graft.core.kv_cache import KVCache
-from graft.core.linear import pack_linears
+from graft.core.linear import can_pack, cast_parameters, pack_linears
 from graft.core.types import Draft
 from graft.drafters import dflash_checkpoint
 from graft.drafters.dflash_config import DFlashConfig, default_target_layer_ids
@@ -30,8 +32,11 @@ class DFlash:
             raise InputError(f"drafter.candidates must be at least 1, not {candidates}")
         self.name, self.config, self._target = name, config, target
         self.candidates = candidates
-        self.net = net.to(target.device, target.dtype)
-        pack_linears(self.net)
+        cast_parameters(net, target.device, target.dtype)
+        self.net = net
+        if can_pack(net.fc.weight):
+            self.net = copy.deepcopy(net)  # a packed network cannot be trained on or saved
+            pack_linears(self.net)
         target.tap(config.target_layer_ids)
         block = [config.mask_token_id] * config.block_size
         self._block = torch.tensor(block, device=target.device)
@@ -45,6 +50,7 @@ class DFlash:
 
     def reset(self) -> None:
         self._cache.reset()
+        self._target.tap(self.config.target_layer_ids)  # another drafter may have tapped since
 
     @torch.inference_mode()
     def propose(self, root: int, taps: torch.Tensor) -> Draft:
@@ -61,7 +67,8 @@ class DFlash:
 
         self._block[0] = root
         slots = positions[new:]
-        masks = [self.net.decoding_mask(layer, slots) for layer in range(self.config.num_layers)]
+        layers = range(self.config.num_layers)
+        masks = [self.net.decoding_mask(layer, cache.length) for layer in layers]
         hidden = self.net(self._target.embed(self._block)[None], slots, cache.write, masks)[0, 1:]
         logits = self._target.unembed(hidden)
         return Draft.from_logits(root, logits, hidden, candidates=self.candidates)

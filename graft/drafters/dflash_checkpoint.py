@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from graft.core.errors import InputError
 from graft.drafters.dflash_config import dump, parse
-from graft.drafters.dflash_net import DFlashNet
+from graft.drafters.dflash_net import DFlashNet, rotary_embedding
 
 
 def load(checkpoint: str) -> DFlashNet:
@@ -30,10 +30,14 @@ def load(checkpoint: str) -> DFlashNet:
         raise InputError(
             f"drafter {checkpoint}: config.json is not valid JSON ({error})"
         ) from error
+    if not isinstance(raw, dict):
+        raise InputError(f"drafter {checkpoint}: config.json is not a JSON object")
     config = parse(raw, f"drafter {checkpoint}")
     try:
-        net = DFlashNet(config)
-    except (ValueError, KeyError) as error:
+        with torch.device("meta"):  # the weights come from the file: draw none
+            net = DFlashNet(config)
+        net._rope = rotary_embedding(config)
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"drafter {checkpoint}: config.json makes no network ({error})") from error
     state: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):

@@ -14,6 +14,7 @@ from typing import Any
 
 from graft.core.errors import InputError
 
+MOVED = ("block_size",)  # written at the top level, where every engine looks
 NEUTRAL = {
     "input_embedding_scale": 1.0,
     "final_logit_softcapping": None,
@@ -49,21 +50,19 @@ class DFlashConfig:
         default_factory=dict, repr=False
     )  # the file it came from, kept when saved again
 
-    @property
-    def depth(self) -> int:
-        """D, the positions drafted in one pass."""
-        return self.block_size - 1
+    def layer_type(self, layer: int) -> str:
+        """full_attention or sliding_attention."""
+        return self.layer_types[layer] if self.layer_types else "full_attention"
 
     def window(self, layer: int) -> int | None:
         """How far back a layer sees, None for everything."""
-        return self.sliding_window if self._sliding(layer) else None
+        return self.sliding_window if self.layer_type(layer) == "sliding_attention" else None
 
     def causal(self, layer: int) -> bool:
         """Whether a slot of the block sees only the slots before it in this layer."""
-        return self._sliding(layer) if self.is_causal is None else self.is_causal
-
-    def _sliding(self, layer: int) -> bool:
-        return bool(self.layer_types) and self.layer_types[layer] == "sliding_attention"
+        if self.is_causal is not None:
+            return self.is_causal
+        return self.layer_type(layer) == "sliding_attention"
 
 
 def default_target_layer_ids(num_target_layers: int, taps: int) -> tuple[int, ...]:
@@ -95,12 +94,14 @@ def parse(raw: Mapping[str, Any], name: str) -> DFlashConfig:
         return value
 
     layers, target_layers = need("num_hidden_layers"), need("num_target_layers")
-    ids = inner.get("target_layer_ids") or default_target_layer_ids(target_layers, layers)
-    rope = dict(raw.get("rope_parameters") or {})
-    theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
-    scaling = dict(raw.get("rope_scaling") or rope)
-    if scaling.get("rope_type", scaling.get("type", "default")) == "default":
-        scaling = {}
+    ids = inner.get("target_layer_ids") or raw.get("target_layer_ids")
+    theta, scaling = _rope(raw, name)
+    # As transformers reads a Qwen3 config: no window unless it is switched on, and then in the
+    # layers from `max_window_layers` on where `layer_types` does not say.
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    first_sliding = raw.get("max_window_layers", 28) if window else layers
+    default_types = ["full_attention"] * min(first_sliding, layers)
+    default_types += ["sliding_attention"] * (layers - len(default_types))
     return DFlashConfig(
         hidden_size=need("hidden_size"),
         intermediate_size=need("intermediate_size"),
@@ -111,13 +112,13 @@ def parse(raw: Mapping[str, Any], name: str) -> DFlashConfig:
         vocab_size=need("vocab_size"),
         block_size=need("block_size"),
         mask_token_id=need("mask_token_id"),
-        target_layer_ids=tuple(ids),
+        target_layer_ids=tuple(ids or default_target_layer_ids(target_layers, layers)),
         num_target_layers=target_layers,
-        layer_types=tuple(raw.get("layer_types") or ()),
-        sliding_window=raw.get("sliding_window"),
+        layer_types=tuple(raw.get("layer_types") or default_types),
+        sliding_window=window,
         is_causal=raw.get("is_causal"),
         rope_theta=theta,
-        rope_scaling=scaling or None,
+        rope_scaling=scaling,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         attention_bias=raw.get("attention_bias", False),
         hidden_act=raw.get("hidden_act", "silu"),
@@ -126,23 +127,34 @@ def parse(raw: Mapping[str, Any], name: str) -> DFlashConfig:
     )
 
 
+def _rope(raw: Mapping[str, Any], name: str) -> tuple[float, dict[str, Any] | None]:
+    """RoPE's base and its scaling, None for plain RoPE, from either spelling."""
+    new = dict(raw.get("rope_parameters") or {})
+    if any(isinstance(value, Mapping) for value in new.values()):
+        raise InputError(f"{name} gives RoPE parameters per layer type, which is not supported")
+    theta = new.pop("rope_theta", raw.get("rope_theta", 10000.0))
+    scaling = dict(raw.get("rope_scaling") or new)
+    plain = scaling.get("rope_type", scaling.get("type", "default")) == "default"
+    return theta, None if plain else scaling
+
+
 def dump(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     """The config.json that other engines read: RoPE in both spellings, unknown keys kept."""
-    kept = {
-        key: value for key, value in config.source.items() if key != "auto_map"
-    }  # no remote code beside our files
+    dropped = ("auto_map", "torch_dtype")  # no remote code lies beside our files
+    kept = {key: value for key, value in config.source.items() if key not in dropped}
+    inner = {k: v for k, v in (kept.get("dflash_config") or {}).items() if k not in MOVED}
     return kept | {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": config.block_size,
-        "dflash_config": dict(kept.get("dflash_config") or {})
+        "dflash_config": inner
         | {
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
         },
         "num_target_layers": config.num_target_layers,
         "num_hidden_layers": config.num_layers,
-        "layer_types": list(config.layer_types) or ["full_attention"] * config.num_layers,
+        "layer_types": [config.layer_type(i) for i in range(config.num_layers)],
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_attention_heads": config.num_heads,
@@ -155,7 +167,7 @@ def dump(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "sliding_window": config.sliding_window,
         "is_causal": config.is_causal,
-        "use_sliding_window": any(config._sliding(i) for i in range(config.num_layers)),
+        "use_sliding_window": config.sliding_window is not None,
         "rope_theta": config.rope_theta,
         "rope_scaling": dict(config.rope_scaling) if config.rope_scaling else None,
         "rope_parameters": {

@@ -40,7 +40,7 @@ class DFlashNet(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self._rope = _rope(config)
+        self._rope = rotary_embedding(config)
 
     def context(
         self, taps: torch.Tensor, positions: torch.Tensor
@@ -68,23 +68,20 @@ class DFlashNet(nn.Module):
             blocks = layer(blocks, rope, lambda k, v, i=index: extend(i, k, v), masks[index])
         return self.norm(blocks)
 
-    def decoding_mask(self, layer: int, positions: torch.Tensor) -> torch.Tensor | None:
-        """Additive mask [b, T + b] of a block at positions [b] behind T features, or None."""
+    def decoding_mask(self, layer: int, context: int) -> torch.Tensor | None:
+        """Additive mask [b, context + b] of the block behind `context` features, or None."""
         window, causal = self.config.window(layer), self.config.causal(layer)
-        if not causal and window is None:
+        length = context + self.config.block_size
+        if not causal and (window is None or length <= window):
             return None
-        length = int(positions[-1]) + 1
-        if not causal and window is not None and length <= window:
-            return None
-        keys = torch.arange(length, device=positions.device)
-        ahead = keys - positions[:, None]  # how far a key lies ahead of a query
+        weight = self.fc.weight
+        keys = torch.arange(length, device=weight.device)
+        ahead = keys - keys[context:, None]  # how far a key lies ahead of a query
         hidden = ahead > 0 if causal else torch.zeros_like(ahead, dtype=torch.bool)
         if window is not None:
             hidden = hidden | (ahead.abs() >= window)
-        weight = self.fc.weight
-        return torch.zeros(ahead.shape, dtype=weight.dtype, device=weight.device).masked_fill_(
-            hidden, torch.finfo(weight.dtype).min
-        )
+        mask = torch.zeros(ahead.shape, dtype=weight.dtype, device=weight.device)
+        return mask.masked_fill_(hidden, torch.finfo(weight.dtype).min)
 
 
 class _Layer(nn.Module):
@@ -147,7 +144,7 @@ def _rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.T
     return x * cos + torch.cat((-high, low), -1) * sin
 
 
-def _rope(config: DFlashConfig) -> nn.Module:
+def rotary_embedding(config: DFlashConfig) -> nn.Module:
     """transformers' own table of angles: (x, positions [1, n]) -> cos, sin [1, n, head_dim]."""
     old_spelling: dict[str, Any] = {  # which both major versions of transformers read
         "rope_theta": config.rope_theta,

@@ -1,5 +1,4 @@
-"""Is a method's output the target's own? Compare it with plain decoding, and explain the first
-difference.
+"""Is a method's output the target's own? Compare it with plain decoding, and explain a difference.
 
 In fp32 at T = 0 the answer must be yes. In bf16 a pass over 17 rows rounds differently from a pass
 over one, and a near-tie may flip; the gap between the two tokens' logits in a plain pass over the
@@ -8,35 +7,44 @@ same prefix says whether it was one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from graft.core.interfaces import Target
 from graft.core.types import Generation, Request
 
 
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Where two responses begin to differ (at the latest at the shorter's end), or None."""
+    if a == b:
+        return None
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+
+
 def compare(
-    request: Request, oracle: Generation, decode: Callable[[Request], Generation], target: Target
+    request: Request,
+    *,
+    oracle: Generation,
+    decode: Callable[[Request], Generation],
+    target: Target,
 ) -> dict[str, Any]:
     """Decode a request and compare it with the oracle's response.
 
-    Returns the method's MAT and, where the tokens differ, `first_divergence` (index in the
-    response) and `logit_gap`: |logit of the oracle's token - logit of the method's| after their
-    common prefix, in one causal pass.
+    Returns the response's length, its MAT (None without rounds), `first_divergence` (None where the
+    tokens are identical) and there `logit_gap`: how far the method's token lies behind the oracle's
+    after their common prefix, in one causal pass.
     """
     result = decode(request)
+    first = first_difference(oracle.tokens, result.tokens)
     row: dict[str, Any] = {
         "tokens": len(result.tokens),
-        "mat": result.mat,
-        "identical": result.tokens == oracle.tokens,
+        "mat": result.mat if result.committed else None,
+        "identical": first is None,
+        "first_divergence": first,
     }
-    if not row["identical"]:
-        pairs = zip(oracle.tokens, result.tokens, strict=False)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        row["first_divergence"] = first
-        if first is not None:
-            logits = target.prefill([*request.prompt, *oracle.tokens[:first]]).logits[0].float()
-            row["logit_gap"] = abs(
-                float(logits[oracle.tokens[first]] - logits[result.tokens[first]])
-            )
+    if first is not None and first < min(len(oracle.tokens), len(result.tokens)):
+        logits = target.prefill([*request.prompt, *oracle.tokens[:first]]).logits[0].float()
+        ours, theirs = result.tokens[first], oracle.tokens[first]
+        row["logit_gap"] = float(logits[theirs] - logits[ours])
     return row

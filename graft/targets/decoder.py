@@ -97,6 +97,7 @@ class Decoder:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
+        *,
         mask: torch.Tensor | None,
         cache: KVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,7 +46,9 @@ def family_of(config: Any) -> Family:
 
 def refusal(config: Any) -> str | None:
     """Why trees cannot be verified on this architecture, or None."""
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "sliding_window", None)  # all that Qwen3-MoE says of its layers
+    kinds = getattr(config, "layer_types", None)
+    layers = set(kinds or ["sliding_attention" if windowed else "full_attention"])
     windows = {"sliding_attention", "chunked_attention"}
     if recurrent := sorted(layers - windows - {"full_attention"}):
         return (

@@ -38,10 +38,8 @@ class HFTarget:
         self._decoder = Decoder(model, family)
         self.num_layers = self._decoder.num_layers
         self.vocab_size = self._decoder.embedding.num_embeddings
-        self.device, self.dtype = (
-            self._decoder.embedding.weight.device,
-            self._decoder.embedding.weight.dtype,
-        )
+        weight = self._decoder.embedding.weight
+        self.device, self.dtype = weight.device, weight.dtype
         self.cache = self._decoder.new_cache()
 
     @torch.inference_mode()
@@ -51,9 +49,8 @@ class HFTarget:
             raise InputError("the prompt is empty")
         self.cache.reset()
         ids = torch.as_tensor(tokens, device=self.device)
-        hidden, taps = self._decoder.run(
-            ids, torch.arange(len(ids), device=self.device), None, self.cache
-        )
+        positions = torch.arange(len(ids), device=self.device)
+        hidden, taps = self._decoder.run(ids, positions, mask=None, cache=self.cache)
         self.cache.commit(range(len(ids)))
         return Step(self._decoder.logits(hidden[-1:]), taps)
 
@@ -62,7 +59,7 @@ class HFTarget:
         """Logits [N, V] and taps [N, n_taps * H] of the nodes, each as if its path were decoded."""
         ids = torch.from_numpy(tree.tokens).to(self.device)
         positions = torch.from_numpy(tree.depths).to(self.device) + self.cache.length
-        hidden, taps = self._decoder.run(ids, positions, self.mask(tree), self.cache)
+        hidden, taps = self._decoder.run(ids, positions, mask=self.mask(tree), cache=self.cache)
         return Step(self._decoder.logits(hidden), taps)
 
     @torch.inference_mode()
@@ -73,8 +70,9 @@ class HFTarget:
     def mask(self, tree: DraftTree) -> torch.Tensor | None:
         """Additive mask [N, T + N]: 0 where visible, else the dtype's minimum, never -inf."""
         n, length = len(tree), self.cache.length
-        if n == 1 or (tree.is_chain and self.device.type == "cuda"):
-            return None  # CPU kernels know no causality behind a context; chains need a triangle
+        flash = self.device.type == "cuda" and self.dtype != torch.float32
+        if n == 1 or (tree.is_chain and flash):
+            return None  # other kernels know no causality behind a context: give chains a triangle
         mask = torch.zeros(n, length + n, dtype=self.dtype, device=self.device)
         blocked = ~torch.from_numpy(tree.visible).to(self.device)
         mask[:, length:].masked_fill_(blocked, torch.finfo(self.dtype).min)
@@ -136,9 +134,12 @@ def load(model: str, *, dtype: str = "float32", device: str = "auto") -> HFTarge
         config = AutoConfig.from_pretrained(model)
         family_of(config)
         tokenizer = AutoTokenizer.from_pretrained(model)
-        hf = AutoModelForCausalLM.from_pretrained(
-            model, dtype=parse_dtype(dtype), use_safetensors=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model, dtype=parse_dtype(dtype), use_safetensors=True, output_loading_info=True
         )
+        hf, loading = loaded
+        if missing := sorted(loading["missing_keys"]):  # transformers would draw them at random
+            raise InputError(f"{model} lacks {len(missing)} weights, {missing[0]} among them")
     except InputError:
         raise
     except (OSError, ValueError, RuntimeError, HFValidationError, SafetensorError) as error:

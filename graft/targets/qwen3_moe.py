@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from graft.core.linear import pack_linears
-from graft.targets.decoder import Family, FeedForward, swiglu
+from graft.targets.decoder import swiglu
+from graft.targets.family import Family, FeedForward
 
 
 def feed_forward(mlp: Any) -> FeedForward:

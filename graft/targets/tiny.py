@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from graft.core.linear import cast_parameters
 from graft.targets.hf import HFTarget, parse_device, parse_dtype
 
 SPECIAL = (
@@ -77,5 +78,6 @@ def load(
     family: str = "qwen3", *, seed: int = 0, dtype: str = "float32", device: str = "auto"
 ) -> HFTarget:
     """The random model as a target."""
-    weights = model(family, seed=seed).to(parse_device(device), parse_dtype(dtype))
+    weights = model(family, seed=seed)
+    cast_parameters(weights, parse_device(device), parse_dtype(dtype))
     return HFTarget(weights, tokenizer(), name=f"tiny-{family}")

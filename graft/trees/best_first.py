@@ -6,7 +6,7 @@ push its next sibling (rank + 1, same parent) and its first child (depth + 1, ra
 are sums of log-probabilities <= 0, so an entry is never better than the one that pushed it, nodes
 come out in order of score, and the first B of them are the B most probable paths: the tree that
 maximises the expected accepted length under the factorised draft (DDTree, Prop. 1-3). Equal scores
-go to the entry pushed first, so the order, and with it every prefix, is the same on every machine.
+go to the entry pushed first, so a draft has one tree, and a smaller budget a prefix of it.
 """
 
 from __future__ import annotations
