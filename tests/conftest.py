@@ -6,10 +6,15 @@ from pathlib import Path
 
 import launch  # sets GRAFT_ROOT, which conf/paths needs
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from graft.targets import hf, tiny
+
+# Tiny models are faster on one thread, and on a busy machine many times so.
+THREADS = torch.get_num_threads()
+torch.set_num_threads(1)
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 PROMPT = list(b"What is a tree of tokens?")  # bytes are tokens of the tiny targets

@@ -7,7 +7,7 @@ import json
 import launch
 import pytest
 import torch
-from conftest import composed
+from conftest import THREADS, composed
 from hydra.utils import instantiate
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +16,13 @@ from graft.decode import autoregressive
 from graft.targets import hf, smollm2
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_threads():
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
