@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from launch import bind, decoder_of, drafts, stage
+from launch import bind, drafts, method_of, stage
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -40,7 +40,7 @@ def main(cfg: DictConfig) -> None:
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     if not drafts(cfg.method):
         raise InputError("bench measures a round of a method that drafts; choose another method")
-    decode = decoder_of(cfg.method)
+    decode = method_of(cfg.method)
     folder = Path(HydraConfig.get().runtime.output_dir)
     log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb)
     target = instantiate(cfg.target)

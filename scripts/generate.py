@@ -16,7 +16,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from launch import bind, decoder_of, drafts, stage
+from launch import bind, drafts, method_of, stage
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +35,7 @@ def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
     name = HydraConfig.get().runtime.choices["method"]
     messages = read_messages(cfg)
-    method = decoder_of(cfg.method)
+    method = method_of(cfg.method)
     target = instantiate(cfg.target)
     drafter = instantiate(cfg.drafter, target=target) if drafts(cfg.method) else None
     request = Request(

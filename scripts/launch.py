@@ -44,9 +44,7 @@ def stage(
             sys.argv[1:] = [quote(argument, literal) for argument in sys.argv[1:]]
             if {"--help", "-h"} & set(sys.argv):
                 print(sys.modules[story.__module__].__doc__)
-            failures: list[
-                Exception
-            ] = []  # kept from Hydra, which would announce them in its own words first
+            failures: list[Exception] = []  # kept from Hydra, which would word them its own way
 
             def run(cfg: DictConfig) -> None:
                 try:
@@ -55,9 +53,10 @@ def stage(
                     failures.append(error)
 
             try:
-                hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(
-                    run
-                )()
+                launch = hydra.main(
+                    version_base="1.3", config_path=str(CONF), config_name=config_name
+                )
+                launch(run)()
                 if failures:
                     raise failures[0]
             except KeyboardInterrupt:
@@ -74,7 +73,7 @@ def stage(
     return decorate
 
 
-def decoder_of(method: DictConfig) -> partial[Generation]:
+def method_of(method: DictConfig) -> partial[Generation]:
     """A method's decode function, before any model is loaded, so that a wrong key costs no time."""
     decode: partial[Generation] = instantiate(method)
     try:

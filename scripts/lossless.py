@@ -1,6 +1,6 @@
 """Check that every method reproduces plain decoding, on real prompts.
 
-    python scripts/lossless.py
+    python scripts/lossless.py drafter=noisy
     python scripts/lossless.py drafter=noisy prompts=path/to/prompts target.dtype=bfloat16
     python scripts/lossless.py +experiment=qwen3_8b target.dtype=float32
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from launch import bind, decoder_of, drafts, stage
+from launch import bind, drafts, method_of, stage
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import (
@@ -46,7 +46,7 @@ def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
     prompts = read_prompts(Path(cfg.prompts), cfg.per_set)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    decoders = {name: decoder_of(method) for name, method in cfg.methods.items() if drafts(method)}
+    methods = {name: method_of(method) for name, method in cfg.methods.items() if drafts(method)}
     target = instantiate(cfg.target)
     drafter = instantiate(cfg.drafter, target=target)
 
@@ -64,7 +64,7 @@ def main(cfg: DictConfig) -> None:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress("prompts", *columns, console=console) as progress:
         for prompt in progress.track(prompts):
-            missing = [name for name in decoders if (key_of(prompt), name) not in done]
+            missing = [name for name in methods if (key_of(prompt), name) not in done]
             if not missing:
                 continue
             request = Request(
@@ -74,7 +74,7 @@ def main(cfg: DictConfig) -> None:
             )
             oracle = autoregressive.generate(request, target=target)
             for name in missing:
-                decode = bind(decoders[name], target=target, drafter=drafter)
+                decode = bind(methods[name], target=target, drafter=drafter)
                 row = compare(request, oracle=oracle, decode=decode, target=target)
                 log.log({"prompt": key_of(prompt), "source": prompt.source, "method": name, **row})
     log.close()
@@ -96,16 +96,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         by_method[row["method"]].append(row)
     out = Table(box=None, pad_edge=False)
-    for heading in (
-        "method",
-        "prompts",
-        "tokens",
-        "diverging",
-        "first at token",
-        "logit gap",
-        "MAT",
-    ):
-        out.add_column(heading, justify="left" if heading == "method" else "right")
+    out.add_column("method")
+    for heading in ("prompts", "tokens", "diverging", "first at token", "logit gap", "MAT"):
+        out.add_column(heading, justify="right")
     for method, mine in by_method.items():
         diverging = [row for row in mine if not row["identical"]]
         out.add_row(

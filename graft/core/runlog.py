@@ -99,11 +99,8 @@ class RunLog:
         """The rows so far, also those of an interrupted run, whose torn last line is cut."""
         if not self._metrics.exists():
             return []
-        whole = [
-            line
-            for line in self._metrics.read_text().splitlines(keepends=True)
-            if line.endswith("\n")
-        ]
+        lines = self._metrics.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]
         write_atomically(self._metrics, "".join(whole))
         return [json.loads(line) for line in whole]
 
@@ -135,6 +132,5 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu"
-    )
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, "cpu")

@@ -56,11 +56,9 @@ class DFlash:
     def propose(self, root: int, taps: torch.Tensor) -> Draft:
         """Draft D positions after `root`, given the taps [n, n_taps * H] of n new tokens."""
         cache, device = self._cache, self._target.device
-        new = len(taps)
-        cache.reserve(new + self.config.block_size)
-        positions = torch.arange(
-            cache.length, cache.length + new + self.config.block_size, device=device
-        )
+        new, end = len(taps), cache.length + len(taps) + self.config.block_size
+        positions = torch.arange(cache.length, end, device=device)
+        cache.reserve(len(positions))
         for layer, (keys, values) in enumerate(self.net.context(taps[None], positions[:new])):
             cache.write(layer, keys, values)
         cache.commit(range(new))
@@ -100,12 +98,8 @@ def check_fits(config: DFlashConfig, target: Backbone, name: str) -> None:
 
 def load(checkpoint: str, target: Backbone, *, candidates: int = 64) -> DFlash:
     """A published or locally trained drafter: a folder or a hub id."""
-    return DFlash(
-        dflash_checkpoint.load(checkpoint),
-        target,
-        candidates=candidates,
-        name=f"drafter {checkpoint}",
-    )
+    net = dflash_checkpoint.load(checkpoint)
+    return DFlash(net, target, candidates=candidates, name=f"drafter {checkpoint}")
 
 
 def untrained(
@@ -143,9 +137,5 @@ def untrained(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = DFlashNet(config).eval().requires_grad_(False)
-    return DFlash(
-        net,
-        target,
-        candidates=candidates,
-        name="untrained DFlash (random weights: it drafts noise, so MAT stays near 1)",
-    )
+    name = "untrained DFlash (random weights: it drafts noise, so MAT stays near 1)"
+    return DFlash(net, target, candidates=candidates, name=name)

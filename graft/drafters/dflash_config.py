@@ -15,16 +15,16 @@ from typing import Any
 from graft.core.errors import InputError
 
 MOVED = ("block_size",)  # written at the top level, where every engine looks
-NEUTRAL = {
+NEUTRAL = {  # keys of DFlash 2 that change the arithmetic
     "input_embedding_scale": 1.0,
     "final_logit_softcapping": None,
     "output_multiplier": 1.0,
-}  # DFlash 2
+}
 
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """Everything the network and its decoding need."""
+    """Everything that the network and its decoding need."""
 
     hidden_size: int
     intermediate_size: int
@@ -46,9 +46,8 @@ class DFlashConfig:
     attention_bias: bool = False
     hidden_act: str = "silu"
     max_position_embeddings: int = 32768
-    source: Mapping[str, Any] = field(
-        default_factory=dict, repr=False
-    )  # the file it came from, kept when saved again
+    # The file it came from; keys we do not interpret are written back when it is saved again.
+    source: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def layer_type(self, layer: int) -> str:
         """full_attention or sliding_attention."""
