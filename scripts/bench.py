@@ -58,7 +58,8 @@ def main(cfg: DictConfig) -> None:
         "memory": partial(memory, method, prompt, cfg.rounds),
     }
     for title, section in sections.items():
-        rows = section()
+        if not (rows := section()):
+            continue
         table = Table(title=title, title_justify="left", box=None, show_header=False)
         for label, value in rows.items():
             table.add_row(label, f"{value:.3g}")
