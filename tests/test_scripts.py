@@ -218,6 +218,7 @@ def broken(tmp_path_factory):
         (["drafter=default"], "does not divide the hidden size 64"),
         (["drafter.mask_token_id=999"], "masks with token 999"),
         (["drafter.candidates=0"], "candidates must be at least 1"),
+        (["drafter=noisy", "drafter.depth=0"], "must be at least 1"),
         (["target=hf", "target.model={broken}/nan"], "lm_head.weight holds NaN"),
         (["target=hf", "target.model=/nowhere"], "/nowhere does not exist"),
         (["target.dtype=int8"], "dtype must be one of"),

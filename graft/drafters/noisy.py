@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from graft.core.errors import InputError
 from graft.core.interfaces import Backbone, Target
 from graft.core.tree import chain_tree
 from graft.core.types import Draft
@@ -33,6 +34,8 @@ class Noisy:
         noise: float = 1.0,
         seed: int = 0,
     ) -> None:
+        if depth < 1 or candidates < 1:
+            raise InputError("drafter.depth and drafter.candidates must be at least 1")
         self._target, self._depth, self._noise, self._seed = target, depth, noise, seed
         self._candidates = candidates
         self.name = f"the target itself, blurred by {noise}"
@@ -40,9 +43,9 @@ class Noisy:
 
     def reset(self) -> None:
         self._generator = torch.Generator(self._target.device).manual_seed(self._seed)
-        self._ahead: list[
-            tuple[int, torch.Tensor]
-        ] = []  # (token, its logits) of the continuation, root first
+        # The continuation, root first: tokens and the target's logits after them. At T > 0 it may
+        # outlive a path that left it; the draft is then poorer, never wrong.
+        self._ahead: list[tuple[int, torch.Tensor]] = []
 
     def propose(self, root: int, taps: torch.Tensor) -> Draft:
         """Roll the continuation D positions past the root, reusing what still holds of the last."""
