@@ -26,9 +26,8 @@ class Sampler:
         """Give the function that maps a node to the target's token after it, for logits [N, V]."""
         if self._request.temperature > 0:
             return lambda node: self._draw(logits[node])
-        if (
-            logits.device.type == "cpu"
-        ):  # only the rows on the path, by numpy: torch's argmax is slow
+        # On a CPU only the rows on the path, by numpy: torch's argmax over all of them is slow.
+        if logits.device.type == "cpu":
             return lambda node: int(logits[node].float().numpy().argmax())
         return logits.argmax(-1).tolist().__getitem__  # one launch and one copy for all nodes
 

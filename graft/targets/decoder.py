@@ -53,10 +53,9 @@ class QKNorm:
 
     def __init__(self, attention: Any) -> None:
         queries, keys = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
-        heads = [
-            module.out_features // len(queries) for module in (attention.q_proj, attention.k_proj)
-        ]
-        rows = torch.stack([queries] * heads[0] + [keys] * heads[1])
+        heads = attention.q_proj.out_features // len(queries)
+        kv_heads = attention.k_proj.out_features // len(keys)
+        rows = torch.stack([queries] * heads + [keys] * kv_heads)
         self._weight, self._eps = rows[:, None], attention.q_norm.variance_epsilon
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -68,9 +68,8 @@ def model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         weights = AutoModelForCausalLM.from_config(config).eval()
-    weights.lm_head.weight.data *= (
-        4  # as peaked as a real model; flat marginals make broad, shallow trees
-    )
+    # As peaked as a real model: flat marginals would make broad, shallow trees.
+    weights.lm_head.weight.data *= 4
     return weights
 
 
