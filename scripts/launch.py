@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +28,15 @@ from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from graft.core.errors import InputError
 from graft.core.types import Generation
@@ -41,6 +51,8 @@ def stage(
 
     def decorate(story: Callable[[DictConfig], None]) -> Callable[[], None]:
         def main() -> None:
+            # Schedulers end jobs with SIGTERM; shells start background jobs deaf to SIGINT.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
             sys.argv[1:] = [quote(argument, literal) for argument in sys.argv[1:]]
             if {"--help", "-h"} & set(sys.argv):
                 print(sys.modules[story.__module__].__doc__)
@@ -71,6 +83,12 @@ def stage(
         return main
 
     return decorate
+
+
+def progress_bar(console: Console, what: str, note: str = "") -> Progress:
+    """A bar with count, elapsed time and ETA; `note` is a rich template of task fields."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(what, *columns, TextColumn(note), console=console)
 
 
 def method_of(method: DictConfig) -> partial[Generation]:

@@ -20,16 +20,9 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from launch import bind, drafts, method_of, stage
+from launch import bind, drafts, method_of, progress_bar, stage
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from graft.core.runlog import RunLog, revision, versions
@@ -61,8 +54,7 @@ def main(cfg: DictConfig) -> None:
     console.print(header.replace("torch.", ""), style="dim", soft_wrap=True)
     if done:
         console.print(f"going on after {len(done)} rows of an earlier run", style="dim")
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress("prompts", *columns, console=console) as progress:
+    with progress_bar(console, "prompts") as progress:
         for prompt in progress.track(prompts):
             missing = [name for name in methods if (key_of(prompt), name) not in done]
             if not missing:

@@ -173,9 +173,6 @@ def broken(tmp_path_factory):
     made = untrained(
         target,
         layers=2,
-        heads=4,
-        kv_heads=2,
-        intermediate_size=128,
         block_size=8,
         mask_token_id=258,
         taps=1,

@@ -8,7 +8,7 @@ protocols and one yaml that names it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -34,6 +34,27 @@ class Target(Protocol):
         ...
 
 
+class BatchTarget(Protocol):
+    """Many responses at once, one a slot. Occupied slots are 0 .. occupied - 1."""
+
+    device: torch.device
+    max_context: int
+    size: int  # slots
+    occupied: int
+
+    def admit(self, prompt: Sequence[int]) -> torch.Tensor:
+        """Put a prompt into the next free slot; logits [V] after it."""
+        ...
+
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Append one token to every occupied slot; logits [occupied, V] after them."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Free a slot; the last occupied one takes its number."""
+        ...
+
+
 class Backbone(Protocol):
     """What a drafter may borrow from its target, and the facts it must fit."""
 
@@ -43,6 +64,8 @@ class Backbone(Protocol):
     hidden_size: int
     vocab_size: int  # embedding rows
     num_layers: int
+
+    config: Any  # of transformers
 
     def tap(self, layer_ids: Sequence[int]) -> None:
         """From now on `Step.taps` holds the outputs of these blocks (0-based), in this order."""
@@ -54,6 +77,10 @@ class Backbone(Protocol):
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of final hidden states: [..., H] -> [..., V]."""
+        ...
+
+    def head_rows(self, tokens: torch.Tensor | None) -> torch.Tensor:
+        """Weights [n, H] of the head for tokens [n], for None all: a drafter may draft fewer."""
         ...
 
 

@@ -27,18 +27,28 @@ class Draft:
     tokens: np.ndarray  # [D, K] int64
     log_probs: (
         np.ndarray
-    )  # [D, K] float32, <= 0, non-increasing along K, normalised over the whole vocabulary
+    )  # [D, K] float32, <= 0, non-increasing along K, normalised over all the drafter can propose
     hidden: torch.Tensor  # [D, H] the drafter's states behind them, on its device
 
     @classmethod
     def from_logits(
-        cls, root: int, logits: torch.Tensor, hidden: torch.Tensor, *, candidates: int
+        cls,
+        root: int,
+        logits: torch.Tensor,
+        hidden: torch.Tensor,
+        *,
+        candidates: int,
+        vocabulary: torch.Tensor | None = None,
     ) -> Draft:
-        """Keep the best `candidates` of logits [D, V]; only they leave the device."""
+        """Keep the best `candidates` of logits [D, V]; only they leave the device.
+
+        `vocabulary` [V'] says which tokens logits [D, V'] stand for.
+        """
         logits = logits.float()
         best = logits.topk(min(candidates, logits.shape[-1]))
         log_probs = best.values - logits.logsumexp(-1, keepdim=True)
-        return cls(root, best.indices.cpu().numpy(), log_probs.cpu().numpy(), hidden)
+        tokens = best.indices if vocabulary is None else vocabulary[best.indices]
+        return cls(root, tokens.cpu().numpy(), log_probs.cpu().numpy(), hidden)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

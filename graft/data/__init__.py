@@ -1,1 +1,1 @@
-"""What lies on disk: prompts."""
+"""What lies on disk: prompts, responses, and the shards they are written in."""

@@ -1,11 +1,11 @@
-"""When a response ends, and which requests are refused before they start. Shared by both loops."""
+"""When a response ends, and which requests are refused before they start. Shared by all loops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from graft.core.errors import InputError
-from graft.core.interfaces import Target
+from graft.core.interfaces import BatchTarget, Target
 from graft.core.types import Request
 
 
@@ -33,7 +33,7 @@ class Response:
             self._on_tokens(self.tokens[before:])
 
 
-def check_fits(request: Request, target: Target) -> None:
+def check_fits(request: Request, target: Target | BatchTarget) -> None:
     """Refuse a request that would outgrow the target's context (InputError, with the numbers)."""
     needed = len(request.prompt) + request.max_new_tokens
     if needed > target.max_context:

@@ -11,14 +11,16 @@ from __future__ import annotations
 import copy
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from graft.core.errors import InputError
 from graft.core.interfaces import Backbone
 from graft.core.kv_cache import KVCache
-from graft.core.linear import can_pack, cast_parameters, pack_linears
+from graft.core.linear import FusedLinear, can_pack, cast_parameters, pack_linears
 from graft.core.types import Draft
 from graft.drafters import dflash_checkpoint
-from graft.drafters.dflash_config import DFlashConfig, default_target_layer_ids
+from graft.drafters.dflash_config import DFlashConfig, for_target
 from graft.drafters.dflash_net import DFlashNet
 
 
@@ -37,6 +39,10 @@ class DFlash:
         if can_pack(net.fc.weight):
             self.net = copy.deepcopy(net)  # a packed network cannot be trained on or saved
             pack_linears(self.net)
+        self._head, self._vocabulary = target.unembed, None
+        if net.draft_tokens is not None:
+            self._vocabulary = net.draft_tokens.to(target.device)
+            self._head = head_over(target.head_rows(net.draft_tokens))
         target.tap(config.target_layer_ids)
         block = [config.mask_token_id] * config.block_size
         self._block = torch.tensor(block, device=target.device)
@@ -59,17 +65,37 @@ class DFlash:
         new, end = len(taps), cache.length + len(taps) + self.config.block_size
         positions = torch.arange(cache.length, end, device=device)
         cache.reserve(len(positions))
-        for layer, (keys, values) in enumerate(self.net.context(taps[None], positions[:new])):
+        for layer, (keys, values) in enumerate(self.net.context(taps[None], positions[None, :new])):
             cache.write(layer, keys, values)
         cache.commit(range(new))
 
         self._block[0] = root
-        slots = positions[new:]
-        layers = range(self.config.num_layers)
-        masks = [self.net.decoding_mask(layer, cache.length) for layer in layers]
-        hidden = self.net(self._target.embed(self._block)[None], slots, cache.write, masks)[0, 1:]
-        logits = self._target.unembed(hidden)
-        return Draft.from_logits(root, logits, hidden, candidates=self.candidates)
+        block = self._target.embed(self._block)[None]
+        hidden = self.net(block, positions[None, new:], self._attend)[0, 1:]
+        return Draft.from_logits(
+            root,
+            self._head(hidden),
+            hidden,
+            candidates=self.candidates,
+            vocabulary=self._vocabulary,
+        )
+
+    def _attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        mask = self.net.decoding_mask(layer, self._cache.length)
+        keys, values = self._cache.write(layer, keys, values)
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, enable_gqa=True
+        )
+
+
+def head_over(rows: torch.Tensor) -> FusedLinear:
+    """A head of these rows [n, H], packed where the platform can."""
+    with torch.device("meta"):
+        linear = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
+    linear.weight = nn.Parameter(rows, requires_grad=False)
+    return FusedLinear([linear])
 
 
 def check_fits(config: DFlashConfig, target: Backbone, name: str) -> None:
@@ -106,36 +132,33 @@ def untrained(
     target: Backbone,
     *,
     layers: int,
-    heads: int,
-    kv_heads: int,
-    intermediate_size: int,
     block_size: int,
     mask_token_id: int,
     taps: int = 5,
     candidates: int = 64,
     seed: int = 0,
 ) -> DFlash:
-    """A random drafter of the target's width: it drafts noise, and decoding stays exact."""
-    if target.hidden_size % (2 * heads) or heads % kv_heads:
-        raise InputError(
-            f"drafter.heads={heads}, drafter.kv_heads={kv_heads} does not divide the hidden size "
-            f"{target.hidden_size} of {target.name} into heads of even width"
-        )
-    config = DFlashConfig(
-        hidden_size=target.hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=target.hidden_size // heads,
-        vocab_size=target.vocab_size,
+    """A random drafter in the target's shape: it drafts noise, and decoding stays exact."""
+    net = new_network(
+        target,
+        layers=layers,
         block_size=block_size,
         mask_token_id=mask_token_id,
-        target_layer_ids=default_target_layer_ids(target.num_layers, taps),
-        num_target_layers=target.num_layers,
+        taps=taps,
+        seed=seed,
     )
+    name = "untrained DFlash (random weights: it drafts noise, so MAT stays near 1)"
+    return DFlash(net.eval().requires_grad_(False), target, candidates=candidates, name=name)
+
+
+def new_network(
+    target: Backbone, *, layers: int, block_size: int, mask_token_id: int, taps: int, seed: int
+) -> DFlashNet:
+    """A random network in the target's shape, in fp32. Raises InputError if it cannot fit."""
+    config = for_target(
+        target.config, layers=layers, block_size=block_size, mask_token_id=mask_token_id, taps=taps
+    )
+    check_fits(config, target, "the new drafter")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = DFlashNet(config).eval().requires_grad_(False)
-    name = "untrained DFlash (random weights: it drafts noise, so MAT stays near 1)"
-    return DFlash(net, target, candidates=candidates, name=name)
+        return DFlashNet(config)

@@ -1,13 +1,18 @@
 """Load and save DFlash drafters in the published format: config.json and safetensors, no remote
 code.
+
+A drafter that was trained to propose a part of the vocabulary only has `draft_tokens.npy` beside
+them. Engines that do not know it read the whole head and lose speed, nothing else.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -17,6 +22,8 @@ from safetensors.torch import load_file, save_file
 from graft.core.errors import InputError
 from graft.drafters.dflash_config import dump, parse
 from graft.drafters.dflash_net import DFlashNet, rotary_embedding
+
+DRAFT_TOKENS = "draft_tokens.npy"
 
 
 def load(checkpoint: str) -> DFlashNet:
@@ -54,11 +61,15 @@ def load(checkpoint: str) -> DFlashNet:
         )
     _check(net, state, f"drafter {checkpoint}")
     net.load_state_dict(state, assign=True)
+    net.draft_tokens = _draft_tokens(folder, config.vocab_size, f"drafter {checkpoint}")
     return net.eval().requires_grad_(False)
 
 
-def save(net: DFlashNet, folder: Path) -> None:
-    """Write config.json and model.safetensors; the folder appears whole or not at all."""
+def save(net: DFlashNet, folder: Path, texts: Mapping[str, str] | None = None) -> None:
+    """Write config.json, model.safetensors and `texts` (file name -> content, a model card).
+
+    The folder appears whole or not at all: if the disk is full, what was there before survives.
+    """
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     dtype = str(net.fc.weight.dtype).removeprefix("torch.")
@@ -70,8 +81,24 @@ def save(net: DFlashNet, folder: Path) -> None:
         partial / "model.safetensors",
         {"format": "pt"},
     )
+    if net.draft_tokens is not None:
+        np.save(partial / DRAFT_TOKENS, net.draft_tokens.cpu().numpy().astype(np.int32))
+    for name, text in (texts or {}).items():
+        (partial / name).write_text(text)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
+
+
+def _draft_tokens(folder: Path, vocab_size: int, name: str) -> torch.Tensor | None:
+    if not (file := folder / DRAFT_TOKENS).exists():
+        return None
+    try:
+        tokens = np.load(file, allow_pickle=False).astype(np.int64)
+    except (ValueError, OSError, EOFError) as error:
+        raise InputError(f"{name}: {DRAFT_TOKENS} is damaged ({error})") from error
+    if tokens.ndim != 1 or not len(tokens) or tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise InputError(f"{name}: {DRAFT_TOKENS} must list tokens below {vocab_size}")
+    return torch.from_numpy(tokens)
 
 
 def _folder(checkpoint: str) -> Path:

@@ -72,6 +72,32 @@ def default_target_layer_ids(num_target_layers: int, taps: int) -> tuple[int, ..
     return tuple(round(1 + i * step) for i in range(taps))
 
 
+def for_target(
+    target: Any, *, layers: int, block_size: int, mask_token_id: int, taps: int
+) -> DFlashConfig:
+    """A new drafter in the shape of a target's blocks, from its transformers config."""
+    raw = target.to_dict()
+    theta, scaling = _rope(raw, "the target")
+    heads = target.num_attention_heads
+    return DFlashConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=target.num_key_value_heads,
+        head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
+        vocab_size=target.vocab_size,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        target_layer_ids=default_target_layer_ids(target.num_hidden_layers, taps),
+        num_target_layers=target.num_hidden_layers,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rms_norm_eps=target.rms_norm_eps,
+        max_position_embeddings=target.max_position_embeddings,
+    )
+
+
 def parse(raw: Mapping[str, Any], name: str) -> DFlashConfig:
     """Read a checkpoint's config.json. Raises InputError naming what is missing or unsupported."""
     inner = raw.get("dflash_config") or {}

@@ -25,7 +25,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from graft.drafters.dflash_config import DFlashConfig
 
-Extend = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# (layer, queries [batch, heads, m, d], keys and values [batch, kv_heads, m, d] of the blocks)
+# -> [batch, heads, m, d]; it adds the context's keys and values and decides what sees what
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class DFlashNet(nn.Module):
@@ -34,38 +36,33 @@ class DFlashNet(nn.Module):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.config = config
+        self.draft_tokens: torch.Tensor | None = None  # [n] what it may propose; None: everything
         self.fc = nn.Linear(
             len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False
         )
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._rope = rotary_embedding(config)
 
     def context(
         self, taps: torch.Tensor, positions: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each layer's keys, values [batch, kv_heads, n, head_dim] of taps [batch, n, taps * H]."""
+        """Keys, values [batch, kv_heads, n, head_dim] by layer, of taps [batch, n, n_taps * H].
+
+        The context's positions [1, n] are the same in every sequence.
+        """
         features = self.hidden_norm(self.fc(taps))
-        rope = self._rope(features, positions[None])
+        rope = self._rope(features, positions)
         return [cast(_Layer, layer).self_attn.keys_values(features, rope) for layer in self.layers]
 
     def forward(
-        self,
-        blocks: torch.Tensor,
-        positions: torch.Tensor,
-        extend: Extend,
-        masks: list[torch.Tensor | None],
+        self, blocks: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Final hidden states [batch, m, H] of embedded blocks [batch, m, H] at positions [m].
-
-        `extend(layer, keys, values)` puts a layer's block keys and values behind those of the
-        context and returns both; `masks` holds one additive mask [m, context + m] a layer, None
-        where every slot sees everything.
-        """
-        rope = self._rope(blocks, positions[None])
+        """Final hidden states [batch, m, H] of embedded blocks [batch, m, H] at [batch, m]."""
+        rope = self._rope(blocks, positions)
         for index, layer in enumerate(self.layers):
-            blocks = layer(blocks, rope, lambda k, v, i=index: extend(i, k, v), masks[index])
+            blocks = layer(blocks, rope, lambda q, k, v, i=index: attend(i, q, k, v))
         return self.norm(blocks)
 
     def decoding_mask(self, layer: int, context: int) -> torch.Tensor | None:
@@ -84,16 +81,23 @@ class DFlashNet(nn.Module):
         return mask.masked_fill_(hidden, torch.finfo(weight.dtype).min)
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch's, with the gain in the input's dtype: under autocast its fused kernel needs that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class _Layer(nn.Module):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.self_attn = _Attention(config)
         self.mlp = _MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x, rope, extend, mask):
-        x = x + self.self_attn(self.input_layernorm(x), rope, extend, mask)
+    def forward(self, x, rope, attend):
+        x = x + self.self_attn(self.input_layernorm(x), rope, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -118,19 +122,16 @@ class _Attention(nn.Module):
         self.k_proj = nn.Linear(H, config.num_kv_heads * d, bias=bias)
         self.v_proj = nn.Linear(H, config.num_kv_heads * d, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * d, H, bias=bias)
-        self.q_norm = nn.RMSNorm(d, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(d, config.rms_norm_eps)
+        self.q_norm = RMSNorm(d, config.rms_norm_eps)
+        self.k_norm = RMSNorm(d, config.rms_norm_eps)
 
     def keys_values(self, x, rope):
         keys = _rotate(self.k_norm(self._split(self.k_proj(x))).transpose(1, 2), rope)
         return keys, self._split(self.v_proj(x)).transpose(1, 2)
 
-    def forward(self, x, rope, extend, mask):
+    def forward(self, x, rope, attend):
         queries = _rotate(self.q_norm(self._split(self.q_proj(x))).transpose(1, 2), rope)
-        keys, values = extend(*self.keys_values(x, rope))
-        attended = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, enable_gqa=True
-        )
+        attended = attend(queries, *self.keys_values(x, rope))
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def _split(self, x):

@@ -1,5 +1,4 @@
-"""The target's forward pass: the pre-norm decoder of Llama and its kin, over our own cache, for one
-sequence.
+"""The target's forward pass: the pre-norm decoder of Llama and its kin, over rows of tokens.
 
     x += O(attention(rope(norm(Q x)), rope(norm(K x)), V x));   x += feed_forward(norm(x))
 
@@ -8,10 +7,14 @@ decoding pass on a CPU is bound by the number of calls, and its module tree make
 them for 30 layers. Here Q, K and V are one product, gate and up another, the cache is written in
 place, and grouped queries are folded into the query axis instead of repeating keys: about 1.7x
 faster per pass than transformers, 1.3x of which is prepacked weights (`core/linear.py`).
+
+Which rows see which is the caller's: `attend` gets a layer's queries, keys and values. One sequence
+over a cache, many over slots (`slots.py`) and whole texts without a cache share everything else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +24,9 @@ from torch.nn.attention.bias import causal_lower_right
 from graft.core.kv_cache import KVCache
 from graft.core.linear import FusedLinear
 from graft.targets.family import Family, FeedForward
+
+# (layer, queries [1, heads, n, d], keys and values [1, kv_heads, n, d]) -> [1, heads, n, d]
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def swiglu(mlp: Any) -> FeedForward:
@@ -71,6 +77,7 @@ class Decoder:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.embedding, self._rope = body.embed_tokens, body.rotary_emb
         self._norm, self.head = RMSNorm(body.norm), FusedLinear([model.lm_head])
+        self.head_weight = model.lm_head.weight.detach()  # plain, beside the packed one
         self._blocks = []
         for layer in body.layers:
             self._blocks.append(_Block(layer, family))
@@ -93,26 +100,17 @@ class Decoder:
         )
 
     def run(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        *,
-        mask: torch.Tensor | None,
-        cache: KVCache,
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass over tokens [n] at positions [n]; their rows go behind the cache's committed.
+        """One pass over tokens [n] at positions [n].
 
-        `mask` [n, T + n] is additive; None is causal. Returns the last block's output [n, H] and
-        the taps [n, n_taps * H].
+        Returns the last block's output [n, H] and the taps [n, n_taps * H].
         """
         n, heads, kv_heads = len(tokens), self.heads, self.kv_heads
-        cache.reserve(n)
         x = self.embedding(tokens)[None]  # [1, n, H]
         cos, sin = self._rope(x, positions[None])  # [1, n, head_dim] each
         half = self.head_dim // 2
         cos, sin = cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
-        if mask is not None:  # rows repeat as the queries are folded in `_attend`
-            mask = mask.repeat(heads // kv_heads, 1)[None, None]
         taps: dict[int, torch.Tensor] = {}
         for index, block in enumerate(self._blocks):
             qkv = block.qkv(block.attention_norm(x)).view(1, n, -1, self.head_dim).transpose(1, 2)
@@ -121,14 +119,40 @@ class Decoder:
                 rotated = block.qk_norm(rotated)
             rotated = rotated * cos + rotated.roll(half, -1) * sin
             queries, keys = rotated.split((heads, kv_heads), 1)
-            keys, values = cache.write(index, keys, values)
-            attended = _attend(queries, keys, values, mask)  # [1, heads, n, head_dim]
+            attended = attend(index, queries, keys, values)
             x = x + block.output(attended.transpose(1, 2).reshape(1, n, -1))
             x = x + block.feed_forward(block.feed_forward_norm(x))
             if index in self.tapped:
                 taps[index] = x[0]
         chosen = [taps[index] for index in self.tapped]
         return x[0], torch.cat(chosen, -1) if chosen else x.new_empty(n, 0)
+
+    def cached(self, cache: KVCache, mask: torch.Tensor | None) -> Attend:
+        """Attention of one sequence, whose new rows go behind the cache's committed ones.
+
+        `mask` [n, T + n] is additive; None is causal.
+        """
+        if mask is not None:  # rows repeat as the queries are folded in `_grouped_attention`
+            mask = mask.repeat(self.heads // self.kv_heads, 1)
+
+        def attend(
+            layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        ) -> torch.Tensor:
+            return _grouped_attention(queries, *cache.write(layer, keys, values), mask)
+
+        return attend
+
+    def side_by_side(self, lengths: Sequence[int]) -> Attend:
+        """Causal attention inside each of several texts that lie behind one another."""
+        sizes = list(lengths)
+
+        def attend(
+            layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        ) -> torch.Tensor:
+            parts = zip(*(x.split(sizes, 2) for x in (queries, keys, values)), strict=True)
+            return torch.cat([_grouped_attention(q, k, v, None) for q, k, v in parts], 2)
+
+        return attend
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head: last block's output [n, H] -> [n, V]."""
@@ -148,10 +172,10 @@ class _Block:
         self.feed_forward = family.feed_forward(layer.mlp)
 
 
-def _attend(
+def _grouped_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Grouped-query attention: queries [1, heads, n, d] over keys, values [1, kv_heads, L, d].
+    """Queries [1, heads, n, d] over keys, values [1, kv_heads, L, d]; mask [group * n, L] or None.
 
     One row, or rows with a mask of their own, fold the group into the query axis: the kernel then
     reads each key once for all its queries. Causal rows cannot fold; they use the kernels that know

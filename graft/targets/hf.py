@@ -8,6 +8,8 @@ mask of its own.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,18 +31,19 @@ class HFTarget:
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str) -> None:
         config = model.config
-        family = family_of(config)
+        self.config, family = config, family_of(config)
         _check_finite(model, name)
         self.name, self.tokenizer = name, tokenizer
+        self.fingerprint = _fingerprint(model, tokenizer)
         self.hidden_size, self.max_context = config.hidden_size, config.max_position_embeddings
         self.stop_tokens = _stop_tokens(model, tokenizer)
         self._chat_options = family.chat_options
-        self._decoder = Decoder(model, family)
-        self.num_layers = self._decoder.num_layers
-        self.vocab_size = self._decoder.embedding.num_embeddings
-        weight = self._decoder.embedding.weight
+        self.decoder = Decoder(model, family)
+        self.num_layers = self.decoder.num_layers
+        self.vocab_size = self.decoder.embedding.num_embeddings
+        weight = self.decoder.embedding.weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.cache = self._decoder.new_cache()
+        self.cache = self.decoder.new_cache()
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int]) -> Step:
@@ -50,22 +53,46 @@ class HFTarget:
         self.cache.reset()
         ids = torch.as_tensor(tokens, device=self.device)
         positions = torch.arange(len(ids), device=self.device)
-        hidden, taps = self._decoder.run(ids, positions, mask=None, cache=self.cache)
+        hidden, taps = self._run(ids, positions, mask=None)
         self.cache.commit(range(len(ids)))
-        return Step(self._decoder.logits(hidden[-1:]), taps)
+        return Step(self.decoder.logits(hidden[-1:]), taps)
 
     @torch.inference_mode()
     def verify(self, tree: DraftTree) -> Step:
         """Logits [N, V] and taps [N, n_taps * H] of the nodes, each as if its path were decoded."""
         ids = torch.from_numpy(tree.tokens).to(self.device)
         positions = torch.from_numpy(tree.depths).to(self.device) + self.cache.length
-        hidden, taps = self._decoder.run(ids, positions, mask=self.mask(tree), cache=self.cache)
-        return Step(self._decoder.logits(hidden), taps)
+        hidden, taps = self._run(ids, positions, mask=self.mask(tree))
+        return Step(self.decoder.logits(hidden), taps)
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
         """Keep the cache rows of these nodes of the last verified tree, root first."""
         self.cache.commit(path)
+
+    @torch.no_grad()  # not inference mode: the taps go into a network that is being trained
+    def read(self, texts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Run finished texts [L_i] side by side, without the cache.
+
+        Returns each text's last block output [L_i, H] (`next_logits` continues it) and its taps
+        [L_i, n_taps * H].
+        """
+        lengths = [len(text) for text in texts]
+        positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
+        tokens = torch.cat(list(texts)).to(self.device)
+        hidden, taps = self.decoder.run(tokens, positions, self.decoder.side_by_side(lengths))
+        return list(hidden.split(lengths)), list(taps.split(lengths))
+
+    @torch.no_grad()
+    def next_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, V] after positions whose last block output is `hidden` [n, H]."""
+        return self.decoder.logits(hidden)
+
+    def _run(
+        self, ids: torch.Tensor, positions: torch.Tensor, *, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.cache.reserve(len(ids))
+        return self.decoder.run(ids, positions, self.decoder.cached(self.cache, mask))
 
     def mask(self, tree: DraftTree) -> torch.Tensor | None:
         """Additive mask [N, T + N]: 0 where visible, else the dtype's minimum, never -inf."""
@@ -82,15 +109,20 @@ class HFTarget:
         """Put the outputs of these blocks (0-based) into every `Step`. Raises InputError."""
         if bad := [i for i in layer_ids if not 0 <= i < self.num_layers]:
             raise InputError(f"{self.name} has blocks 0..{self.num_layers - 1}; cannot tap {bad}")
-        self._decoder.tapped = list(layer_ids)
+        self.decoder.tapped = list(layer_ids)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Input embeddings [..., H] of tokens [...]."""
-        return self._decoder.embedding(tokens)
+        return self.decoder.embedding(tokens)
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of normalised hidden states [..., H]."""
-        return self._decoder.head(hidden)
+        return self.decoder.head(hidden)
+
+    def head_rows(self, tokens: torch.Tensor | None) -> torch.Tensor:
+        """The head's weights [n, H] for tokens [n], or all of them [V, H]."""
+        weight = self.decoder.head_weight
+        return weight if tokens is None else weight[tokens.to(self.device)]
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Prompt tokens of a conversation in the target's chat template, ready for its answer."""
@@ -177,6 +209,15 @@ def _stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     eos = getattr(model.generation_config, "eos_token_id", None)
     ids = list(eos) if isinstance(eos, (list, tuple)) else [eos]
     return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
+
+
+def _fingerprint(model: Any, tokenizer: Any) -> str:
+    """Twelve hex digits of the vocabulary and a sample of the weights, alike in every dtype."""
+    digest = hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
+    for name, parameter in sorted(model.named_parameters()):
+        sample = parameter.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
+        digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def _check_finite(model: torch.nn.Module, name: str) -> None:

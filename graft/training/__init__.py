@@ -1,0 +1,1 @@
+"""Lightning modules and their data: the drafter (the scorer will join it)."""

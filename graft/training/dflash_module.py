@@ -1,0 +1,232 @@
+"""Train a DFlash drafter on its target's own text (arXiv 2602.06036, appendix A.1).
+
+The target reads each text once, in the loop, and gives the taps; blocks at random anchors are
+drafted behind their context; slot k is charged the cross-entropy of the token at anchor + k.
+Embedding and head are the target's and stay as they are. Validation replays held-out answers and
+reports what counts: tokens a round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from graft.core.errors import InputError
+from graft.decode.replay import Replay
+from graft.drafters.anchors import drafts_along
+from graft.drafters.blocks import draft_blocks
+from graft.drafters.dflash import new_network
+from graft.drafters.dflash_net import DFlashNet
+from graft.targets.hf import HFTarget
+from graft.training.dflash_data import BlockBatch, ResponseData, Text, frequent_tokens
+from graft.training.head_loss import head_loss
+from graft.training.objective import decay_weights, default_gamma, dpace_weights
+from graft.training.tap_cache import TapCache
+from graft.training.warm_start import warm_start
+
+
+class DFlashModule(L.LightningModule):
+    """The network as Lightning trains it; the target is no part of its state."""
+
+    def __init__(
+        self,
+        net: DFlashNet,
+        target: HFTarget,
+        *,
+        replays: Mapping[str, Replay],
+        weighting: Literal["decay", "dpace"] = "decay",
+        gamma: float | None = None,
+        alpha: float = 0.5,
+        tap_dropout: float = 0.0,
+        lr: float = 6e-4,
+        weight_decay: float = 0.01,
+        warmup: float = 0.04,
+        flex: bool = False,
+        cache: TapCache | None = None,
+    ) -> None:
+        super().__init__()
+        if weighting not in ("decay", "dpace"):
+            raise InputError(f"model.weighting must be decay or dpace, not {weighting}")
+        self.net, self._target, self._replays = net, target, dict(replays)
+        self._weighting, self._alpha, self._tap_dropout = weighting, alpha, tap_dropout
+        self._lr, self._weight_decay, self._warmup = lr, weight_decay, warmup
+        self._flex, self._cache = flex, cache
+        self._depth = net.config.block_size - 1
+        self._decay = decay_weights(self._depth, gamma or default_gamma(net.config.block_size))
+        self._head = target.head_rows(net.draft_tokens)
+        self._rows = rows_of(net.draft_tokens, target.vocab_size)
+
+    def transfer_batch_to_device(self, batch: Any, _device: torch.device, _loader: int) -> Any:
+        return batch  # texts of many lengths: they go where they are needed
+
+    def training_step(self, batch: BlockBatch, _index: int) -> torch.Tensor:
+        losses, right, counts = self.block_losses(batch)
+        weights = self._decay.to(losses.device)
+        if self._weighting == "dpace":
+            weights = dpace_weights(losses, self._alpha)
+        weights = weights * counts
+        loss = (losses * weights).sum() / weights.sum().clamp_min(1e-9)
+        accuracy = right.sum((0, 1)) / counts.sum((0, 1)).clamp_min(1)
+        self.log("train/loss", loss.detach(), prog_bar=True)
+        self.log("train/accuracy_slot_1", accuracy[0], prog_bar=True)
+        for slot in range(1, self._depth):
+            self.log(f"train/accuracy_slot_{slot + 1}", accuracy[slot])
+        return loss
+
+    def block_losses(self, batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Each slot's cross-entropy, whether it is right, and whether it counts, [batch, A, D].
+
+        A slot counts where the text goes on that far and its token is one the drafter may propose.
+        """
+        device = self._target.device
+        texts = [text.to(device) for text in batch.texts]
+        anchors = batch.anchors.to(device)
+        taps = self._read(batch.indices, texts)
+        # Texts shorter than the batch's longest are padded; no anchor's context reaches there.
+        padded = self._drop_taps(pad_sequence(taps, batch_first=True))
+        tokens = pad_sequence(texts, batch_first=True)
+        hidden = draft_blocks(
+            self.net,
+            self._target.embed,
+            taps=padded,
+            roots=tokens.gather(1, anchors),
+            anchors=anchors,
+            flex=self._flex,
+        )[:, :, 1:]
+        lengths = torch.tensor([len(text) for text in texts], device=device)[:, None, None]
+        slots = anchors[..., None] + torch.arange(1, self._depth + 1, device=device)
+        ahead = slots.clamp_max(tokens.shape[1] - 1).flatten(1)
+        labels = self._rows.to(device)[tokens.gather(1, ahead)].view(slots.shape)
+        counts = (slots < lengths) & (labels >= 0)
+        losses = hidden.new_zeros(slots.shape, dtype=torch.float32)
+        right = torch.zeros_like(counts)
+        charged = head_loss(hidden[counts], self._head, labels[counts])
+        losses[counts] = charged.loss
+        right[counts] = charged.right
+        return losses, right, counts
+
+    def _drop_taps(self, taps: torch.Tensor) -> torch.Tensor:
+        """Zero whole taps [batch, L, n_taps * H] of single tokens, so that none is relied on."""
+        if not (self.training and self._tap_dropout):
+            return taps
+        count = len(self.net.config.target_layer_ids)
+        kept = F.dropout(taps.new_ones(*taps.shape[:2], count, 1), self._tap_dropout)
+        return (taps.unflatten(-1, (count, -1)) * kept).flatten(-2)
+
+    def _read(self, indices: list[int], texts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Taps [L_i, n_taps * H] of the texts, from the cache where they are known."""
+        self._target.tap(self.net.config.target_layer_ids)
+        if self._cache is None:
+            return self._target.read(texts)[1]
+        taps = [self._cache.get(index) for index in indices]
+        if new := [place for place, known in enumerate(taps) if known is None]:
+            for place, read in zip(new, self._target.read([texts[i] for i in new])[1], strict=True):
+                self._cache.put(indices[place], read)
+                taps[place] = read
+        return [known.to(self._target.device) for known in taps if known is not None]
+
+    @torch.inference_mode()
+    def validation_step(self, text: Text, _index: int) -> None:
+        tokens = text.tokens.tolist()
+        drafts = drafts_along(self.net, self._target, text.tokens, start=text.start)
+        answer = tokens[text.start :]
+        for name, replay in self._replays.items():
+            rounds = replay(answer, drafts.__getitem__)
+            if rounds:
+                mat = sum(rounds) / len(rounds)
+                for key in (f"mat/{name}", f"mat_{text.source}/{name}"):
+                    self.log(key, mat, batch_size=1, on_epoch=True, sync_dist=True)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """By norm. Lightning's own refuses fused optimisers, though bf16 has nothing to unscale."""
+        limit = gradient_clip_val or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), limit)
+        self.log("train/gradient_norm", norm)
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.net.parameters() if p.dim() > 1]
+        gains = [p for p in self.net.parameters() if p.dim() <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": self._weight_decay},
+            {"params": gains, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self._lr, betas=(0.9, 0.95), fused=True)
+        steps = int(self.trainer.estimated_stepping_batches)
+        rising = max(1, round(self._warmup * steps))
+
+        def scale(step: int) -> float:
+            if step < rising:
+                return (step + 1) / rising
+            return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def build(
+    target: HFTarget,
+    data: ResponseData,
+    *,
+    layers: int,
+    block_size: int,
+    mask_token_id: int | None,
+    taps: int,
+    draft_vocab: int | None,
+    warm: bool,
+    tap_cache: str | None,
+    seed: int,
+    **recipe: Any,
+) -> DFlashModule:
+    """A new drafter in the target's shape, ready to train on `data`.
+
+    `draft_vocab` keeps that many of the commonest tokens, in training and in the checkpoint; None
+    keeps all. `mask_token_id` None takes the embedding row behind the tokenizer's last. `warm`
+    starts from the target's last layers. `tap_cache` is a folder for the taps of texts already
+    visited: 2 * n_taps * H bytes a token. Raises InputError.
+    """
+    if mask_token_id is None:
+        mask_token_id = len(target.tokenizer)
+        if mask_token_id >= target.vocab_size:
+            raise InputError(
+                f"{target.name} has no embedding row past its tokenizer; set model.mask_token_id "
+                "to a token that its text never uses"
+            )
+    net = new_network(
+        target,
+        layers=layers,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        taps=taps,
+        seed=seed,
+    )
+    if draft_vocab is not None:
+        stops = sorted(target.stop_tokens)
+        net.draft_tokens = frequent_tokens(data.training, draft_vocab, stops)
+    if warm:
+        warm_start(net, target.name, data.training[0].tokens)
+    cache = None
+    if tap_cache is not None:
+        width = len(net.config.target_layer_ids) * target.hidden_size
+        cache = TapCache(Path(tap_cache), [len(text.tokens) for text in data.training], width)
+    return DFlashModule(net.to(target.device), target, cache=cache, **recipe)
+
+
+def rows_of(draft_tokens: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """[V]: the head row of each token, -1 for tokens that the drafter does not propose."""
+    if draft_tokens is None:
+        return torch.arange(vocab_size)
+    rows = torch.full((vocab_size,), -1)
+    rows[draft_tokens] = torch.arange(len(draft_tokens))
+    return rows

@@ -1,0 +1,139 @@
+"""Train a drafter on its target's own responses.
+
+    python train.py +experiment=train_drafter_smollm2 data.responses=[data/responses/default]
+    python train.py +experiment=train_drafter_qwen3_8b data.responses=[...] trainer.devices=8
+    python train.py name=mine model.layers=2 model.weighting=dpace trainer.max_steps=2000
+
+Interrupt it at any time: the same command goes on from the last saved state. The run's state and
+log lie in outputs/train/<name>, the finished drafter in data/drafters/<name>, as
+`drafter=dflash drafter.checkpoint=data/drafters/<name>` takes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from launch import stage
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from graft.core.errors import InputError
+from graft.core.linear import cast_parameters
+from graft.core.runlog import RunLog, revision
+from graft.drafters import dflash_checkpoint
+from graft.training.model_card import Facts, model_card
+from graft.training.run import LAST, KeepLast, RunLogger
+
+SETTINGS = ("target", "data", "model", "trainer", "seed")  # a run is resumed under the same ones
+
+
+@stage("train")
+def main(cfg: DictConfig) -> None:
+    quiet()
+    console = Console(highlight=False)
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    folder, out = Path(cfg.run_folder), Path(cfg.out)
+    check_resumable(folder, config)
+    folder.mkdir(parents=True, exist_ok=True)
+    keep_freed_memory()
+    L.seed_everything(cfg.seed, verbose=False)
+    target = instantiate(cfg.target)
+    data = instantiate(cfg.data, target=target)
+    model = instantiate(cfg.model, target=target, data=data)
+    tokens = data.answer_tokens()
+    console.print(
+        f"{target.name}: {len(data.training)} responses, {sum(tokens.values())} answer tokens; "
+        f"{len(data.validation)} held out; state in {folder}".replace("torch.", ""),
+        style="dim",
+        soft_wrap=True,
+    )
+    log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb)
+    best = ModelCheckpoint(
+        folder,
+        filename="best",
+        monitor=cfg.monitor,
+        mode="max",
+        save_weights_only=True,
+        enable_version_counter=False,
+    )
+    stop = EarlyStopping(cfg.monitor, mode="max", patience=cfg.patience)
+    trainer = instantiate(
+        cfg.trainer,
+        logger=RunLogger(log),
+        callbacks=[KeepLast(folder, cfg.save_every), best, stop],
+        default_root_dir=folder,
+    )
+    last = folder / LAST
+    started = time.perf_counter()
+    trainer.fit(model, data, ckpt_path=str(last) if last.exists() else None, weights_only=False)
+    if trainer.interrupted:
+        raise KeyboardInterrupt
+    seconds = time.perf_counter() - started
+    if not trainer.is_global_zero:
+        return
+    if best.best_model_path:
+        model.load_state_dict(torch.load(best.best_model_path, weights_only=True)["state_dict"])
+    curve = [row for row in log.rows() if cfg.monitor in row]
+    card = model_card(
+        Facts(
+            name=out.name,
+            target=cfg.target.model if "model" in cfg.target else target.name,
+            net=model.net,
+            config=config,
+            texts=len(data.training),
+            answer_tokens=tokens,
+            licences=config["licences"],
+            steps=trainer.global_step,
+            seconds=seconds,
+            curve=curve,
+            git=revision(),
+            command=" ".join(["python train.py", *sys.argv[1:]]),
+        )
+    )
+    net = model.net.cpu()
+    cast_parameters(net, torch.device("cpu"), torch.bfloat16)
+    dflash_checkpoint.save(net, out, {"README.md": card})
+    log.close()
+    console.print(f"saved {out} ({cfg.monitor} {float(best.best_model_score or 0):.3f})")
+
+
+def check_resumable(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse to go on with other settings than a run began with (InputError)."""
+    if not (folder / LAST).exists():
+        return
+    before = json.loads((folder / "run.json").read_text())["config"]
+    for key in SETTINGS:
+        if before[key] != config[key]:
+            raise InputError(
+                f"{folder} holds a run with another {key}; choose a new name= or delete the folder"
+            )
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what training frees: fresh pages cost a CPU a tenth of its time otherwise."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: give nothing back
+        mallopt(-4, 0)  # M_MMAP_MAX: no mappings that would go back at once
+
+
+def quiet() -> None:
+    """Lightning's advice about loggers, workers and its own products is not about this run."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for message in (".*does not have many workers.*", ".*srun.*", ".*LeafSpec.*", ".*is not an.*"):
+        warnings.filterwarnings("ignore", message)
+
+
+if __name__ == "__main__":
+    main()
