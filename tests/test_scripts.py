@@ -23,7 +23,12 @@ from graft.targets import tiny
 STAGES = sorted(p.stem for p in launch.CONF.glob("*.yaml") if p.stem != "base")
 GROUPS = sorted(p.name for p in launch.CONF.iterdir() if p.is_dir() and p.name != "experiment")
 AWKWARD = "{x}, 'y' = ${z}"  # everything Hydra's grammar trips over
-PLACES = {"tree": "tree@method.builder", "budget": "budget@method.budget"}
+PLACES = {
+    "tree": "tree@method.builder",
+    "budget": "budget@method.budget",
+    "replays": "replays@model.replays",
+}
+TRAINING = ("data", "model", "trainer", "replays")  # groups that only this stage has
 
 
 def targets_of(node) -> list[str]:
@@ -48,7 +53,8 @@ def test_every_stage_composes_with_every_experiment(stage, experiment):
 
 @pytest.mark.parametrize(("name", "option"), [(g, option) for g in GROUPS for option in group(g)])
 def test_every_option_composes_and_its_targets_import(name, option):
-    cfg = composed("generate", f"{PLACES.get(name, name)}={option}")
+    stage = "train" if name in TRAINING else "generate"
+    cfg = composed(stage, f"{PLACES.get(name, name)}={option}")
     assert all(callable(get_object(target)) for target in targets_of(cfg))
 
 
@@ -212,7 +218,7 @@ def broken(tmp_path_factory):
         ),
         (["drafter=dflash", "drafter.checkpoint={broken}/truncated"], "truncated"),
         (["drafter=dflash"], "drafter.checkpoint"),
-        (["drafter=default"], "does not divide the hidden size 64"),
+        (["drafter=default"], "was made for a target with hidden size 576"),
         (["drafter.mask_token_id=999"], "masks with token 999"),
         (["drafter.candidates=0"], "candidates must be at least 1"),
         (["drafter=noisy", "drafter.depth=0"], "must be at least 1"),

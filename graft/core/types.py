@@ -32,23 +32,31 @@ class Draft:
 
     @classmethod
     def from_logits(
+        cls, root: int, logits: torch.Tensor, hidden: torch.Tensor, *, candidates: int
+    ) -> Draft:
+        """Keep the best `candidates` of logits [D, V]; only they leave the device."""
+        return cls.batch([root], logits[None], hidden[None], candidates=candidates)[0]
+
+    @classmethod
+    def batch(
         cls,
-        root: int,
+        roots: Sequence[int],
         logits: torch.Tensor,
         hidden: torch.Tensor,
         *,
         candidates: int,
         vocabulary: torch.Tensor | None = None,
-    ) -> Draft:
-        """Keep the best `candidates` of logits [D, V]; only they leave the device.
+    ) -> list[Draft]:
+        """One draft a root, from logits [A, D, V] and hidden [A, D, H].
 
-        `vocabulary` [V'] says which tokens logits [D, V'] stand for.
+        `vocabulary` [V'] says which tokens logits [A, D, V'] stand for.
         """
         logits = logits.float()
         best = logits.topk(min(candidates, logits.shape[-1]))
-        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+        log_probs = (best.values - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
         tokens = best.indices if vocabulary is None else vocabulary[best.indices]
-        return cls(root, tokens.cpu().numpy(), log_probs.cpu().numpy(), hidden)
+        parts = zip(roots, tokens.cpu().numpy(), log_probs, hidden, strict=True)
+        return [cls(*part) for part in parts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

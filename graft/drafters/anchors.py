@@ -43,10 +43,12 @@ def drafts_along(
             roots=tokens[anchors][None],
             anchors=anchors[None],
         )[0, :, 1:]
-        for root, states in zip(tokens[anchors].tolist(), hidden.to(head.dtype), strict=True):
-            drafts.append(
-                Draft.from_logits(
-                    root, states @ head.T, states, candidates=candidates, vocabulary=vocabulary
-                )
-            )
+        hidden = hidden.to(head.dtype)
+        drafts += Draft.batch(
+            tokens[anchors].tolist(),
+            hidden @ head.T,
+            hidden,
+            candidates=candidates,
+            vocabulary=vocabulary,
+        )
     return drafts

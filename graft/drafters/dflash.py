@@ -71,14 +71,15 @@ class DFlash:
 
         self._block[0] = root
         block = self._target.embed(self._block)[None]
-        hidden = self.net(block, positions[None, new:], self._attend)[0, 1:]
-        return Draft.from_logits(
-            root,
+        hidden = self.net(block, positions[None, new:], self._attend)[:, 1:]
+        (draft,) = Draft.batch(
+            [root],
             self._head(hidden),
             hidden,
             candidates=self.candidates,
             vocabulary=self._vocabulary,
         )
+        return draft
 
     def _attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -12,9 +12,11 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
+from graft.core.errors import InputError
 from graft.decode.replay import Replay
 from graft.drafters.anchors import drafts_along
 from graft.drafters.blocks import draft_blocks
@@ -23,8 +25,9 @@ from graft.drafters.dflash_net import DFlashNet, rotary_embedding
 from graft.targets.hf import HFTarget
 from graft.trees.chain import Chain
 
-ANCHORS = 24  # asked a text
+ANCHORS = 24  # asked a text, at most
 CLEARLY = 1.15  # a reading is another fault's if it accepts this much more
+SAME = 0.05  # share of drafted tokens that rounding may change
 HOPELESS = 0.15  # drafted tokens an anchor below which nothing was learned that fits
 
 
@@ -93,10 +96,10 @@ def readings(net: DFlashNet, target: HFTarget) -> list[Reading]:
             sees_anchor=True,
         )
     )
-    others = {*range(8), config.mask_token_id + 1, config.mask_token_id - 1}
-    others |= {len(target.tokenizer), len(target.tokenizer) - 1, target.vocab_size - 1}
-    others |= set(target.tokenizer.all_special_ids)
-    for token in sorted(others - {config.mask_token_id}):
+    size = len(target.tokenizer)
+    spare = {*range(20), *range(size - 4, size + 4), *target.tokenizer.all_special_ids}
+    spare |= {config.mask_token_id + 1, config.mask_token_id - 1, target.vocab_size - 1}
+    for token in sorted(spare - {config.mask_token_id}):
         if 0 <= token < target.vocab_size:
             found.append(
                 Reading(
@@ -122,74 +125,102 @@ def readings(net: DFlashNet, target: HFTarget) -> list[Reading]:
     return found
 
 
-@torch.inference_mode()
-def measure(
-    net: DFlashNet,
-    target: HFTarget,
-    texts: Sequence[Answered],
-    reading: Reading,
-) -> Finding:
-    """Accuracy by slot and tokens accepted, at evenly spaced anchors of the texts."""
-    net = _reread(net, reading)
-    config = net.config
-    head = target.head_rows(net.draft_tokens)
-    tokens_of = net.draft_tokens if net.draft_tokens is not None else torch.arange(len(head))
-    tokens_of = tokens_of.to(target.device)
-    depth = config.block_size - 1
-    right: list[torch.Tensor] = []
-    target.tap([layer + reading.tap_offset for layer in config.target_layer_ids])
-    for text in texts:
-        tokens = text.tokens.to(target.device)
-        room = len(tokens) - depth - 1 - text.start
-        if room < 1:
-            continue
-        anchors = torch.linspace(text.start, len(tokens) - depth - 2, min(ANCHORS, room)).long()
-        anchors = anchors.to(target.device)
-        taps = target.read([tokens])[1][0]
-        hidden = draft_blocks(
-            net,
-            target.embed,
-            taps=taps[None],
-            roots=tokens[anchors][None],
-            anchors=anchors[None],
-            seen=(anchors + reading.sees_anchor)[None],
-        )[0, :, 1:]
-        drafted = tokens_of[(hidden.to(head.dtype) @ head.T).argmax(-1)]  # [A, D]
-        slots = torch.arange(1, depth + 1, device=target.device) + reading.label_offset
-        right.append(drafted == tokens[anchors[:, None] + slots])
-    target.tap(config.target_layer_ids)
-    hits = torch.cat(right).float()
-    if reading.label_offset < 0:  # its first slot repeats the root, which is given: no credit
-        hits = hits[:, 1:]
-    accepted = float(hits.cumprod(-1).sum(-1).mean())
-    return Finding(reading, hits.mean(0).tolist(), accepted)
+class Doctor:
+    """Asks one network at the same anchors of the same texts under different readings."""
+
+    def __init__(self, net: DFlashNet, target: HFTarget, texts: Sequence[Answered]) -> None:
+        self._net, self._target = net, target
+        depth = net.config.block_size - 1
+        self._texts = [text for text in texts if len(text.tokens) - text.start > depth + 2]
+        if not self._texts:
+            raise InputError(
+                f"no answer is longer than the {depth + 2} tokens that a block and its neighbours "
+                "need; raise max_new_tokens or take other prompts"
+            )
+        self._taps: dict[int, list[torch.Tensor]] = {}  # by tap offset
+        self._head = target.head_rows(net.draft_tokens)
+
+    @torch.inference_mode()
+    def measure(self, reading: Reading) -> Finding:
+        """Accuracy by slot and tokens accepted, at evenly spaced anchors."""
+        net = _reread(self._net, reading)
+        depth, device = net.config.block_size - 1, self._target.device
+        slots = torch.arange(1, depth + 1, device=device) + reading.label_offset
+        hits: list[torch.Tensor] = []
+        for text, taps in zip(self._texts, self._taps_at(reading.tap_offset), strict=True):
+            tokens = text.tokens.to(device)
+            last = len(tokens) - depth - 2  # a label offset looks one further
+            anchors = torch.linspace(text.start, last, ANCHORS, device=device).long().unique()
+            hidden = draft_blocks(
+                net,
+                self._target.embed,
+                taps=taps[None],
+                roots=tokens[anchors][None],
+                anchors=anchors[None],
+                seen=(anchors + reading.sees_anchor)[None],
+            )[0, :, 1:]
+            drafted = (hidden.to(self._head.dtype) @ self._head.T).argmax(-1)  # [A, D]
+            if net.draft_tokens is not None:
+                drafted = net.draft_tokens.to(device)[drafted]
+            hits.append(drafted == tokens[anchors[:, None] + slots])
+        right = torch.cat(hits).float()
+        if reading.label_offset < 0:  # such a drafter's first slot repeats the root: no credit
+            right = right[:, 1:]
+        return Finding(reading, right.mean(0).tolist(), float(right.cumprod(-1).sum(-1).mean()))
+
+    def _taps_at(self, offset: int) -> list[torch.Tensor]:
+        if offset not in self._taps:
+            layers = self._net.config.target_layer_ids
+            self._target.tap([layer + offset for layer in layers])
+            texts = [text.tokens.to(self._target.device) for text in self._texts]
+            self._taps[offset] = [self._target.read([text])[1][0] for text in texts]
+            self._target.tap(layers)
+        return self._taps[offset]
 
 
 @torch.inference_mode()
 def cache_disagreement(drafter: DFlash, target: HFTarget, texts: Sequence[Answered]) -> float:
-    """Share of positions that decoding drafts otherwise than a pass without a draft cache.
-
-    More than rounding means that the cache keeps what it should not, or loses what it should keep.
+    """Share of drafted tokens that decoding, with its draft cache, chooses otherwise than a pass
+    without one. More than rounding: the cache keeps or loses what it should not.
     """
     differ = total = 0
     for text in texts:
-        answer = text.tokens[text.start :].tolist()
         fresh = drafts_along(drafter.net, target, text.tokens, start=text.start, candidates=1)
-        drafter.reset()
         taps = target.read([text.tokens.to(target.device)])[1][0]
-        done = 0  # positions whose taps the drafter has
-
-        def along(root: int, *, text: Answered = text, taps: torch.Tensor = taps, fresh=fresh):
-            nonlocal done, differ, total
+        drafter.reset()
+        known = 0  # positions whose taps the drafter has
+        rounds = Replay(Chain(), drafter.config.block_size - 1)(
+            text.tokens[text.start :].tolist(), fresh.__getitem__
+        )
+        for root in accumulate(rounds, initial=0):
             position = text.start + root
-            draft = drafter.propose(int(text.tokens[position]), taps[done:position])
-            done = position
+            draft = drafter.propose(int(text.tokens[position]), taps[known:position])
+            known = position
             differ += int((draft.tokens[:, 0] != fresh[root].tokens[:, 0]).sum())
             total += len(draft.tokens)
-            return fresh[root]
-
-        Replay(Chain(), drafter.config.block_size - 1)(answer, along)
     return differ / max(1, total)
+
+
+def diagnosis(own: Finding, others: Sequence[Finding], disagreement: float) -> str:
+    """In words: healthy, or the one fault that explains the measurements best."""
+    best = max(others, key=lambda finding: finding.accepted)
+    if disagreement > SAME:
+        return (
+            f"draft cache: decoding drafts {disagreement:.0%} of its tokens otherwise than a pass "
+            "over the same text without a cache. The cache is not cropped to the committed length "
+            "after every draft, or its rows lie at wrong positions."
+        )
+    if best.accepted > max(CLEARLY * own.accepted, HOPELESS):
+        return (
+            f"{best.reading.fault}. Read so, {best.accepted:.2f} drafted tokens are accepted "
+            f"instead of {own.accepted:.2f}. Cure: {best.reading.cure}."
+        )
+    if own.accepted < HOPELESS:
+        return (
+            "it accepts next to nothing under any reading: untrained, trained for another target, "
+            "or on text that this target does not write."
+        )
+    return "healthy: no other reading of the checkpoint accepts clearly more."
 
 
 def _reread(net: DFlashNet, reading: Reading) -> DFlashNet:

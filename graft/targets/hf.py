@@ -124,14 +124,20 @@ class HFTarget:
         weight = self.decoder.head_weight
         return weight if tokens is None else weight[tokens.to(self.device)]
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Prompt tokens of a conversation in the target's chat template, ready for its answer."""
+    def encode_chat(self, messages: Sequence[dict[str, str]], **options: Any) -> list[int]:
+        """Prompt tokens of a conversation in the target's chat template, ready for its answer.
+
+        `options` go to the template, over the family's own.
+        """
         if not self.tokenizer.chat_template:
             raise InputError(
                 f"{self.name} has no chat template; use an instruct checkpoint, not a base model"
             )
         text = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **self._chat_options
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=True,
+            **{**self._chat_options, **options},
         )
         return self.tokenizer(text, add_special_tokens=False).input_ids
 

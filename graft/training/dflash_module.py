@@ -9,6 +9,7 @@ reports what counts: tokens a round.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -58,6 +59,7 @@ class DFlashModule(L.LightningModule):
         self._weighting, self._alpha, self._tap_dropout = weighting, alpha, tap_dropout
         self._lr, self._weight_decay, self._warmup = lr, weight_decay, warmup
         self._flex, self._cache = flex, cache
+        self._stepped: float | None = None
         self._depth = net.config.block_size - 1
         self._decay = decay_weights(self._depth, gamma or default_gamma(net.config.block_size))
         self._head = target.head_rows(net.draft_tokens)
@@ -75,10 +77,21 @@ class DFlashModule(L.LightningModule):
         loss = (losses * weights).sum() / weights.sum().clamp_min(1e-9)
         accuracy = right.sum((0, 1)) / counts.sum((0, 1)).clamp_min(1)
         self.log("train/loss", loss.detach(), prog_bar=True)
+        self._log_speed(counts)
         self.log("train/accuracy_slot_1", accuracy[0], prog_bar=True)
         for slot in range(1, self._depth):
             self.log(f"train/accuracy_slot_{slot + 1}", accuracy[slot])
         return loss
+
+    def _log_speed(self, counts: torch.Tensor) -> None:
+        """Blocks and charged tokens a second since the last step, and the target's share of it."""
+        now = time.perf_counter()
+        if self._stepped is not None:
+            seconds = now - self._stepped
+            self.log("train/blocks_per_second", counts.shape[0] * counts.shape[1] / seconds)
+            self.log("train/tokens_per_second", float(counts.sum()) / seconds)
+            self.log("train/seconds_reading", self._seconds_reading)
+        self._stepped = now
 
     def block_losses(self, batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Each slot's cross-entropy, whether it is right, and whether it counts, [batch, A, D].
@@ -88,7 +101,9 @@ class DFlashModule(L.LightningModule):
         device = self._target.device
         texts = [text.to(device) for text in batch.texts]
         anchors = batch.anchors.to(device)
+        started = time.perf_counter()
         taps = self._read(batch.indices, texts)
+        self._seconds_reading = time.perf_counter() - started
         # Texts shorter than the batch's longest are padded; no anchor's context reaches there.
         padded = self._drop_taps(pad_sequence(taps, batch_first=True))
         tokens = pad_sequence(texts, batch_first=True)
@@ -131,6 +146,9 @@ class DFlashModule(L.LightningModule):
                 self._cache.put(indices[place], read)
                 taps[place] = read
         return [known.to(self._target.device) for known in taps if known is not None]
+
+    def on_validation_end(self) -> None:
+        self._stepped = None  # a validation is no part of a step
 
     @torch.inference_mode()
     def validation_step(self, text: Text, _index: int) -> None:

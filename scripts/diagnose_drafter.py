@@ -1,0 +1,186 @@
+"""Say how well a drafter fits its target, and if badly, why.
+
+    python scripts/diagnose_drafter.py
+    python scripts/diagnose_drafter.py drafter=dflash drafter.checkpoint=path/to/drafter
+    python scripts/diagnose_drafter.py prompts=path/to/prompts per_set=16 readings=false
+
+The target answers the prompts; the answers are replayed with the drafter, which gives tokens a
+round by set; then the drafter is asked at the same places under every classic mistake (tap offset,
+shifted labels, anchor in context, template, mask row, RoPE, draft cache), and the one that fits is
+named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from launch import progress_bar, stage
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from graft.core.errors import InputError
+from graft.core.runlog import RunLog
+from graft.core.types import Request
+from graft.data.prompts import Prompt, read_prompts
+from graft.decode.batched import respond
+from graft.drafters.anchors import drafts_along
+from graft.drafters.dflash import DFlash
+from graft.eval.doctor import (
+    Answered,
+    Doctor,
+    Finding,
+    Reading,
+    cache_disagreement,
+    diagnosis,
+    readings,
+)
+from graft.targets.slots import Slots
+
+CACHE_TEXTS = 4  # decoded again round by round to check the draft cache
+
+
+@stage("diagnose_drafter", literal=("prompts",))
+def main(cfg: DictConfig) -> None:
+    console = Console(highlight=False)
+    prompts = read_prompts(Path(cfg.prompts), cfg.per_set)
+    target = instantiate(cfg.target)
+    drafter = instantiate(cfg.drafter, target=target)
+    if not isinstance(drafter, DFlash):
+        raise InputError(f"{drafter.name} is not a DFlash drafter; only those can be diagnosed")
+    replays = instantiate(cfg.replays, _convert_="all")
+    header = f"{target.name}, {target.dtype}; {drafter.name}".replace("torch.", "")
+    console.print(header, style="dim", soft_wrap=True)
+
+    answers = answer(prompts, target, cfg, console)
+    rows = replay(answers, drafter, target, replays, console)
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    log = RunLog(
+        Path(HydraConfig.get().runtime.output_dir), config, stage=cfg.stage, wandb=cfg.logger.wandb
+    )
+    for row in rows:
+        log.log(row)
+    console.print(by_set(rows, list(replays)))
+    if cfg.readings:
+        texts = [text for _, text in answers]
+        doctor = Doctor(drafter.net, target, texts)
+        own, others = doctor.measure(Reading()), []
+        for reading in progress_bar(console, "readings").track(readings(drafter.net, target)):
+            others.append(doctor.measure(reading))
+        others += other_templates(prompts, drafter, target, cfg, console)
+        disagreement = cache_disagreement(drafter, target, texts[:CACHE_TEXTS])
+        console.print(table(own, others))
+        words = diagnosis(own, others, disagreement)
+        console.print(f"\n{words}", soft_wrap=True)
+        log.log({"diagnosis": words, "accuracy": own.accuracy, "accepted": own.accepted})
+    log.close()
+
+
+def answer(
+    prompts: list[Prompt],
+    target: Any,
+    cfg: DictConfig,
+    console: Console,
+    **template: Any,
+) -> list[tuple[Prompt, Answered]]:
+    """The target's greedy answers, in the order they end. `template` goes to `encode_chat`."""
+    requests = []
+    for prompt in prompts:
+        tokens = target.encode_chat([{"role": "user", "content": prompt.turns[0]}], **template)
+        if len(tokens) <= cfg.max_prompt_tokens:
+            request = Request(tokens, cfg.max_new_tokens, stop_tokens=target.stop_tokens)
+            requests.append(((prompt, tokens), request))
+    found = []
+    with progress_bar(console, "answers") as progress:
+        task = progress.add_task("answers", total=len(requests))
+        for done in respond(requests, Slots(target, cfg.slots)):
+            if done is not None:
+                prompt, tokens = done.key
+                text = torch.tensor([*tokens, *done.tokens])
+                found.append((prompt, Answered(text, len(tokens))))
+                progress.advance(task)
+    return found
+
+
+def replay(
+    answers: list[tuple[Prompt, Answered]],
+    drafter: DFlash,
+    target: Any,
+    replays: Any,
+    console: Console,
+) -> list[dict[str, Any]]:
+    """Tokens a round of each answer by method; answers too short for a round are left out."""
+    rows = []
+    for prompt, text in progress_bar(console, "replays").track(answers):
+        drafts = drafts_along(
+            drafter.net, target, text.tokens, start=text.start, candidates=drafter.candidates
+        )
+        response = text.tokens[text.start :].tolist()
+        row: dict[str, Any] = {"prompt": prompt.id, "source": prompt.source}
+        for name, method in replays.items():
+            rounds = method(response, drafts.__getitem__)
+            if rounds:
+                row[name] = mean(rounds)
+        if len(row) > 2:
+            rows.append(row)
+    return rows
+
+
+def other_templates(
+    prompts: list[Prompt], drafter: DFlash, target: Any, cfg: DictConfig, console: Console
+) -> list[Finding]:
+    """The engine's reading on answers to the same prompts in other templates."""
+    tried = {"without the chat template": {"chat_template": "{{ messages[0]['content'] }}"}}
+    if "enable_thinking" in (target.tokenizer.chat_template or ""):
+        tried["with thinking on"] = {"enable_thinking": True}
+    found = []
+    for words, template in tried.items():
+        answers = answer(prompts, target, cfg, console, **template)
+        finding = Doctor(drafter.net, target, [text for _, text in answers]).measure(Reading())
+        reading = Reading(
+            f"template: it was trained on answers to prompts {words}",
+            "train it on the template it is used with, or use it with that one",
+        )
+        found.append(dataclasses.replace(finding, reading=reading))
+    return found
+
+
+def by_set(rows: list[dict[str, Any]], methods: list[str]) -> Table:
+    """Mean over answers of the tokens a round, by set and over all."""
+    sets = defaultdict(list)
+    for row in rows:
+        sets[row["source"]].append(row)
+    out = Table(box=None, pad_edge=False, title="MAT by replay", title_justify="left")
+    out.add_column("set")
+    for heading in ("answers", *methods):
+        out.add_column(heading, justify="right")
+    for name, mine in [*sets.items(), ("all", rows)]:
+        values = (f"{mean(row[method] for row in mine):.2f}" for method in methods)
+        out.add_row(name, str(len(mine)), *values)
+    return out
+
+
+def table(own: Finding, others: list[Finding]) -> Table:
+    """The engine's reading and the five best others."""
+    out = Table(box=None, pad_edge=False, title="readings", title_justify="left")
+    out.add_column("read as")
+    out.add_column("accepted", justify="right")
+    out.add_column("accuracy by slot")
+    best = sorted(others, key=lambda finding: -finding.accepted)[:5]
+    for finding in (own, *best):
+        name = finding.reading.fault.split(":")[0] if finding.reading.fault else "the engine does"
+        detail = finding.reading.fault.partition(": ")[2]
+        slots = " ".join(f"{value:.2f}" for value in finding.accuracy)
+        out.add_row(f"{name}{': ' + detail if detail else ''}", f"{finding.accepted:.2f}", slots)
+    return out
+
+
+if __name__ == "__main__":
+    main()
