@@ -1,0 +1,107 @@
+"""The doctor finds the shipped drafter healthy and names each of five planted faults."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import diagnose_drafter
+import pytest
+import torch
+from conftest import composed
+from hydra.utils import instantiate
+from rich.console import Console
+
+from graft.data.prompts import read_prompts
+from graft.drafters.dflash import DFlash
+from graft.drafters.dflash_checkpoint import load
+from graft.eval.doctor import Doctor, Reading, cache_disagreement, diagnosis, readings
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def case(default_folder):
+    """The default pair and a few of the target's answers."""
+    from pathlib import Path
+
+    cfg = composed("diagnose_drafter", "per_set=8", "max_new_tokens=48")
+    target = instantiate(cfg.target)
+    prompts = read_prompts(Path(cfg.prompts), cfg.per_set)
+    answers = diagnose_drafter.answer(prompts, target, cfg, Console(quiet=True))
+    return cfg.drafter.checkpoint, target, [text for _, text in answers]
+
+
+def examine(case, plant=lambda net: net, kind=DFlash) -> str:
+    checkpoint, target, texts = case
+    net = load(checkpoint)
+    net = plant(net) or net
+    drafter = kind(net, target, candidates=8, name="under test")
+    doctor = Doctor(drafter.net, target, texts)
+    others = [doctor.measure(reading) for reading in readings(drafter.net, target)[1:]]
+    disagreement = cache_disagreement(drafter, target, texts[:3])
+    return diagnosis(doctor.measure(Reading()), others, disagreement)
+
+
+def reconfigure(**changes):
+    def plant(net):
+        net.config = dataclasses.replace(net.config, **changes)
+
+    return plant
+
+
+def test_the_shipped_drafter_is_healthy(case):
+    assert examine(case).startswith("healthy")
+
+
+def test_a_tap_offset_is_named(case):
+    ids = load(case[0]).config.target_layer_ids
+    words = examine(case, reconfigure(target_layer_ids=tuple(i - 1 for i in ids)))
+    assert words.startswith("tap offset")
+    assert "add +1" in words
+
+
+def test_a_wrong_mask_row_is_named(case):
+    words = examine(case, reconfigure(mask_token_id=17))
+    assert words.startswith("mask row")
+    assert "mask_token_id to 4" in words
+
+
+def test_a_wrong_rope_base_is_named(case):
+    def plant(net):
+        reconfigure(rope_theta=100.0)(net)
+        from graft.drafters.dflash_net import rotary_embedding
+
+        net._rope = rotary_embedding(net.config)
+
+    words = examine(case, plant)
+    assert words.startswith("RoPE")
+    assert "rope_theta to 100000" in words
+
+
+def test_shifted_labels_are_named(case):
+    class Shifted(torch.nn.Module):
+        """The final norm of a drafter whose slot k predicts position root + k + 1."""
+
+        def __init__(self, norm):
+            super().__init__()
+            self.norm, self.weight = norm, norm.weight
+
+        def forward(self, x):
+            size = 8
+            blocks = self.norm(x).unflatten(1, (-1, size))
+            return blocks[:, :, [*range(1, size), size - 1]].flatten(1, 2)
+
+    def plant(net):
+        net.norm = Shifted(net.norm)
+
+    assert examine(case, plant).startswith("shifted labels: slot k predicts position root + k +1")
+
+
+def test_an_uncropped_draft_cache_is_named(case):
+    class Uncropped(DFlash):
+        def propose(self, root, taps):
+            draft = super().propose(root, taps)
+            self._cache.length += self.config.block_size  # the block stays
+            return draft
+
+    assert examine(case, kind=Uncropped).startswith("draft cache")
