@@ -52,7 +52,9 @@ def main(cfg: DictConfig) -> None:
 
     sections: dict[str, Callable[[], dict[str, float]]] = {
         "tree building (D = 15, K = 64)": partial(tree_building, cfg.repeats),
-        f"passes at context {cfg.context}": partial(passes, target, cfg.context, cfg.repeats),
+        f"passes at context {cfg.context}": partial(
+            passes, target, drafter, cfg.context, cfg.repeats
+        ),
         "plain decoding": partial(plain_decoding, cfg, target, prompt),
         "a round": partial(a_round, target, drafter, method, prompt, cfg.new_tokens),
         "memory": partial(memory, method, prompt, cfg.rounds),
@@ -100,13 +102,19 @@ def tree_building(repeats: int) -> dict[str, float]:
     return rows
 
 
-def passes(target: Any, context: int, repeats: int) -> dict[str, float]:
-    """Verify passes by nodes (root included); one node is an AR step."""
-    target.prefill([100] * context)
+def passes(target: Any, drafter: Any, context: int, repeats: int) -> dict[str, float]:
+    """Verify passes by nodes (root included; one node is an AR step), and the drafter's pass."""
+    drafter.reset()
+    taps = target.prefill([100] * context).taps
+    drafter.propose(100, taps)
     draft = random_draft(7, 64, min(target.vocab_size, 2000))
-    functions = {n: partial(target.verify, expand(draft, n - 1)) for n in ROWS}
+    functions: dict[Any, Callable[[], object]] = {
+        n: partial(target.verify, expand(draft, n - 1)) for n in ROWS
+    }
+    functions["drafter"] = partial(drafter.propose, 100, taps[:2])  # two tokens a round
     took = medians(functions, repeats)
-    rows = {f"{n} nodes, ms": 1e3 * took[n] for n in ROWS}
+    rows = {"the drafter, head and candidates included, ms": 1e3 * took["drafter"]}
+    rows |= {f"{n} nodes, ms": 1e3 * took[n] for n in ROWS}
     return rows | {f"{n} nodes, AR steps": took[n] / took[1] for n in ROWS[1:]}
 
 
@@ -149,7 +157,7 @@ def a_round(
     last = rounds[-1]
     inside = {"of it the mask": partial(target.mask, last.tree)}
     if len(last.draft.hidden[0]):
-        logits = target.unembed(last.draft.hidden)
+        logits = drafter.head(last.draft.hidden)
         inside["of it the candidates"] = partial(
             Draft.from_logits, 0, logits, last.draft.hidden, candidates=drafter.candidates
         )

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from graft.core.errors import InputError
-from graft.core.runlog import RunLog
+from graft.core.runlog import RunLog, write_atomically
 from graft.core.types import Request
 from graft.data.prompts import Prompt, read_prompts
 from graft.decode.batched import respond
@@ -44,6 +44,8 @@ from graft.eval.doctor import (
 )
 from graft.targets.slots import Slots
 
+OTHER_TEXT = 1.5  # other answers may be easier by themselves: ask more of a template
+SECTION = "## MAT on benchmark prompts"
 CACHE_TEXTS = 4  # decoded again round by round to check the draft cache
 
 
@@ -67,7 +69,10 @@ def main(cfg: DictConfig) -> None:
     )
     for row in rows:
         log.log(row)
-    console.print(by_set(rows, list(replays)))
+    table = by_set(rows, list(replays))
+    console.print(as_table(table))
+    if cfg.card:
+        into_card(Path(cfg.drafter.checkpoint), table, cfg)
     if cfg.readings:
         texts = [text for _, text in answers]
         doctor = Doctor(drafter.net, target, texts)
@@ -76,7 +81,7 @@ def main(cfg: DictConfig) -> None:
             others.append(doctor.measure(reading))
         others += other_templates(prompts, drafter, target, cfg, console)
         disagreement = cache_disagreement(drafter, target, texts[:CACHE_TEXTS])
-        console.print(table(own, others))
+        console.print(compared(own, others))
         words = diagnosis(own, others, disagreement)
         console.print(f"\n{words}", soft_wrap=True)
         log.log({"diagnosis": words, "accuracy": own.accuracy, "accepted": own.accepted})
@@ -130,6 +135,8 @@ def replay(
                 row[name] = mean(rounds)
         if len(row) > 2:
             rows.append(row)
+    if not rows:
+        raise InputError("no answer is long enough for a round; raise max_new_tokens")
     return rows
 
 
@@ -137,37 +144,65 @@ def other_templates(
     prompts: list[Prompt], drafter: DFlash, target: Any, cfg: DictConfig, console: Console
 ) -> list[Finding]:
     """The engine's reading on answers to the same prompts in other templates."""
-    tried = {"without the chat template": {"chat_template": "{{ messages[0]['content'] }}"}}
+    tried: dict[str, dict[str, Any]] = {
+        "without the chat template": {"chat_template": "{{ messages[0]['content'] }}"}
+    }
     if "enable_thinking" in (target.tokenizer.chat_template or ""):
         tried["with thinking on"] = {"enable_thinking": True}
     found = []
     for words, template in tried.items():
         answers = answer(prompts, target, cfg, console, **template)
-        finding = Doctor(drafter.net, target, [text for _, text in answers]).measure(Reading())
+        try:
+            doctor = Doctor(drafter.net, target, [text for _, text in answers])
+        except InputError:
+            continue  # answers too short to say anything
         reading = Reading(
             f"template: it was trained on answers to prompts {words}",
             "train it on the template it is used with, or use it with that one",
+            margin=OTHER_TEXT,
         )
-        found.append(dataclasses.replace(finding, reading=reading))
+        found.append(dataclasses.replace(doctor.measure(Reading()), reading=reading))
     return found
 
 
-def by_set(rows: list[dict[str, Any]], methods: list[str]) -> Table:
-    """Mean over answers of the tokens a round, by set and over all."""
+def by_set(rows: list[dict[str, Any]], methods: list[str]) -> list[list[str]]:
+    """Mean over answers of the tokens a round, by set and over all; the heading first."""
     sets = defaultdict(list)
     for row in rows:
         sets[row["source"]].append(row)
+    lines = [["set", "answers", *methods]]
+    for name, mine in [*sorted(sets.items()), ("all", rows)]:
+        values = [f"{mean(row[method] for row in mine):.2f}" for method in methods]
+        lines.append([name, str(len(mine)), *values])
+    return lines
+
+
+def as_table(lines: list[list[str]]) -> Table:
     out = Table(box=None, pad_edge=False, title="MAT by replay", title_justify="left")
-    out.add_column("set")
-    for heading in ("answers", *methods):
-        out.add_column(heading, justify="right")
-    for name, mine in [*sets.items(), ("all", rows)]:
-        values = (f"{mean(row[method] for row in mine):.2f}" for method in methods)
-        out.add_row(name, str(len(mine)), *values)
+    for place, heading in enumerate(lines[0]):
+        out.add_column(heading, justify="right" if place else "left")
+    for line in lines[1:]:
+        out.add_row(*line)
     return out
 
 
-def table(own: Finding, others: list[Finding]) -> Table:
+def into_card(folder: Path, lines: list[list[str]], cfg: DictConfig) -> None:
+    """Put the table behind the card's last section, in place of an earlier one."""
+    card = folder / "README.md"
+    if not card.is_file():
+        raise InputError(f"card=true: {folder} has no README.md to write the table into")
+    text = card.read_text().split(SECTION)[0].rstrip()
+    rule = ["---"] * len(lines[0])
+    table = "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
+    words = (
+        f"Tokens a round, bonus included, by replay of the target's greedy answers "
+        f"({cfg.target.dtype}, at most\n{cfg.max_new_tokens} new tokens), mean over answers. None "
+        "of these prompts was trained on."
+    )
+    write_atomically(card, f"{text}\n\n{SECTION}\n\n{words}\n\n{table}\n")
+
+
+def compared(own: Finding, others: list[Finding]) -> Table:
     """The engine's reading and the five best others."""
     out = Table(box=None, pad_edge=False, title="readings", title_justify="left")
     out.add_column("read as")

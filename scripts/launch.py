@@ -6,6 +6,7 @@ A traceback from a script is a bug of ours; set GRAFT_DEBUG=1 to see one for bad
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
 import os
@@ -16,6 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+DISK = {  # what a user's disk or permissions may answer
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),
+    *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT),
+}
 HYDRA_HINT = ", set env var HYDRA_FULL_ERROR=1 to see chained exception."
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -115,6 +120,10 @@ def describe(error: BaseException | None) -> str | None:
     """One line for an error that the user can mend, None for one of ours."""
     if isinstance(error, InputError):
         return " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno in DISK and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in DISK:
+        return f"cannot write: {error.strerror}; what was written before is intact"
     if isinstance(error, InstantiationException):
         cause = error.__cause__
         while isinstance(cause, InstantiationException):

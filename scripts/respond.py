@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from graft.core.runlog import RunLog, provenance
 from graft.core.types import Request
 from graft.data.prompts import Prompt, read_prompts
 from graft.data.responses import SCHEMA, finished_ids
-from graft.data.shards import write_shard
+from graft.data.shards import next_shard, write_shard
 from graft.decode.batched import Answer, respond
 from graft.targets.slots import Slots
 
@@ -41,7 +42,7 @@ def main(cfg: DictConfig) -> None:
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     folder = Path(cfg.out)
     done = finished_ids(folder, target.fingerprint)
-    missing = [prompt for prompt in prompts if prompt.id not in done]
+    missing = [prompt for prompt in prompts if prompt.key not in done]
     log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb)
     made_by = {
         "kind": "responses",
@@ -96,14 +97,14 @@ def make_requests(
     prompts: list[Prompt], target: Any, cfg: DictConfig, too_long: list[str]
 ) -> Iterator[tuple[tuple[Prompt, list[int]], Request]]:
     """First turns in their set's template, through the chat template; long ones are left out."""
-    for index, prompt in enumerate(prompts):
+    for prompt in prompts:
         template = cfg.templates.get(prompt.source, "{turn}")
         if "{turn}" not in template:
             raise InputError(f"templates.{prompt.source} must contain {{turn}}, got {template!r}")
         text = template.replace("{turn}", prompt.turns[0])
         tokens = target.encode_chat([{"role": "user", "content": text}])
         if len(tokens) > cfg.max_prompt_tokens:
-            too_long.append(prompt.id)
+            too_long.append(prompt.key)
             continue
         yield (
             (prompt, tokens),
@@ -113,7 +114,7 @@ def make_requests(
                 temperature=cfg.temperature,
                 top_p=cfg.top_p,
                 top_k=cfg.top_k,
-                seed=cfg.seed + index,
+                seed=zlib.crc32(f"{cfg.seed} {prompt.key}".encode()),  # the same in a resumed run
                 stop_tokens=target.stop_tokens,
             ),
         )
@@ -122,7 +123,7 @@ def make_requests(
 def row_of(answer: Answer) -> dict[str, Any]:
     prompt, tokens = answer.key
     return {
-        "prompt_id": prompt.id,
+        "prompt_id": prompt.key,
         "source": prompt.source,
         "prompt_token_ids": tokens,
         "response_token_ids": answer.tokens,
@@ -134,9 +135,7 @@ def row_of(answer: Answer) -> dict[str, Any]:
 def save(folder: Path, rows: list[dict[str, Any]], made_by: dict[str, Any]) -> list[dict[str, Any]]:
     """Write the next shard; gives the empty list that collects the one after it."""
     if rows:
-        number = len(list(folder.glob("*.parquet")))
-        table = pa.Table.from_pylist(rows, SCHEMA)
-        write_shard(folder / f"{number:05d}.parquet", table, made_by)
+        write_shard(next_shard(folder), pa.Table.from_pylist(rows, SCHEMA), made_by)
     return []
 
 

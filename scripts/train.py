@@ -15,7 +15,6 @@ import ctypes
 import json
 import logging
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import torch
 from hydra.utils import instantiate
 from launch import stage
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -32,10 +32,11 @@ from graft.core.errors import InputError
 from graft.core.linear import cast_parameters
 from graft.core.runlog import RunLog, revision
 from graft.drafters import dflash_checkpoint
-from graft.training.model_card import Facts, model_card
+from graft.training.model_card import model_card
 from graft.training.run import LAST, KeepLast, RunLogger
 
-SETTINGS = ("target", "data", "model", "trainer", "seed")  # a run is resumed under the same ones
+# A run is resumed under the same ones.
+SETTINGS = ("target", "data", "model", "trainer", "seed", "responses")
 
 
 @stage("train")
@@ -44,13 +45,16 @@ def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     folder, out = Path(cfg.run_folder), Path(cfg.out)
-    check_resumable(folder, config)
+    dflash_checkpoint.check_replaceable(out)
     folder.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
     L.seed_everything(cfg.seed, verbose=False)
     target = instantiate(cfg.target)
     data = instantiate(cfg.data, target=target)
+    config["responses"] = data.digest
+    check_resumable(folder, config)
     model = instantiate(cfg.model, target=target, data=data)
+    check_monitor(cfg, model, data)
     tokens = data.answer_tokens()
     console.print(
         f"{target.name}: {len(data.training)} responses, {sum(tokens.values())} answer tokens; "
@@ -58,7 +62,10 @@ def main(cfg: DictConfig) -> None:
         style="dim",
         soft_wrap=True,
     )
-    log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb)
+    first = getattr(rank_zero_only, "rank", 0) == 0
+    log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb) if first else None
+    if log is not None:
+        log.rows()  # cuts the torn line that a killed run may have left
     best = ModelCheckpoint(
         folder,
         filename="best",
@@ -67,39 +74,38 @@ def main(cfg: DictConfig) -> None:
         save_weights_only=True,
         enable_version_counter=False,
     )
+    last = KeepLast(folder, cfg.save_every)
     stop = EarlyStopping(cfg.monitor, mode="max", patience=cfg.patience)
     trainer = instantiate(
         cfg.trainer,
+        accelerator="gpu" if target.device.type == "cuda" else "cpu",
         logger=RunLogger(log),
-        callbacks=[KeepLast(folder, cfg.save_every), best, stop],
+        callbacks=[stop, best, last],  # the state that is kept holds what the others decided
         default_root_dir=folder,
     )
-    last = folder / LAST
-    started = time.perf_counter()
-    trainer.fit(model, data, ckpt_path=str(last) if last.exists() else None, weights_only=False)
-    if trainer.interrupted:
-        raise KeyboardInterrupt
-    seconds = time.perf_counter() - started
-    if not trainer.is_global_zero:
+    state = folder / LAST
+    trainer.fit(model, data, ckpt_path=str(state) if state.exists() else None, weights_only=False)
+    if log is None:
         return
     if best.best_model_path:
-        model.load_state_dict(torch.load(best.best_model_path, weights_only=True)["state_dict"])
-    curve = [row for row in log.rows() if cfg.monitor in row]
+        kept = torch.load(best.best_model_path, map_location="cpu", weights_only=True)
+        model.load_state_dict(kept["state_dict"])
     card = model_card(
-        Facts(
-            name=out.name,
-            target=cfg.target.model if "model" in cfg.target else target.name,
-            net=model.net,
-            config=config,
-            texts=len(data.training),
-            answer_tokens=tokens,
-            licences=config["licences"],
-            steps=trainer.global_step,
-            seconds=seconds,
-            curve=curve,
-            git=revision(),
-            command=" ".join(["python train.py", *sys.argv[1:]]),
-        )
+        name=out.name,
+        target=cfg.target.get("model", target.name),
+        net=model.net,
+        config=config,
+        texts=len(data.training),
+        answer_tokens=tokens,
+        visits=trainer.global_step
+        * trainer.accumulate_grad_batches
+        * trainer.world_size
+        * cfg.data.batch_size,
+        steps=trainer.global_step,
+        seconds=last.seconds,
+        log=log.rows(),
+        git=revision(),
+        command=" ".join(["python train.py", *sys.argv[1:]]),
     )
     net = model.net.cpu()
     cast_parameters(net, torch.device("cpu"), torch.bfloat16)
@@ -109,15 +115,28 @@ def main(cfg: DictConfig) -> None:
 
 
 def check_resumable(folder: Path, config: dict[str, Any]) -> None:
-    """Refuse to go on with other settings than a run began with (InputError)."""
+    """Refuse to go on with other settings or texts than a run began with (InputError)."""
     if not (folder / LAST).exists():
         return
     before = json.loads((folder / "run.json").read_text())["config"]
     for key in SETTINGS:
-        if before[key] != config[key]:
+        if before.get(key) != config[key]:
             raise InputError(
                 f"{folder} holds a run with another {key}; choose a new name= or delete the folder"
             )
+
+
+def check_monitor(cfg: DictConfig, model: Any, data: Any) -> None:
+    """Refuse what would be found out at the first validation, hours from now (InputError)."""
+    known = [f"mat/{name}" for name in cfg.model.replays]
+    if cfg.monitor not in known:
+        raise InputError(f"monitor={cfg.monitor} is not validated; choose from {', '.join(known)}")
+    size = model.net.config.block_size
+    if all(len(text.tokens) - text.start <= size for text in data.validation):
+        raise InputError(
+            f"no held-out answer is longer than a block of {size}: nothing can be validated; raise "
+            "data.held_out, or max_new_tokens when the responses are made"
+        )
 
 
 def keep_freed_memory() -> None:

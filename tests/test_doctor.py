@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import diagnose_drafter
 import pytest
@@ -14,6 +15,7 @@ from rich.console import Console
 from graft.data.prompts import read_prompts
 from graft.drafters.dflash import DFlash
 from graft.drafters.dflash_checkpoint import load
+from graft.drafters.dflash_net import rotary_embedding
 from graft.eval.doctor import Doctor, Reading, cache_disagreement, diagnosis, readings
 
 pytestmark = pytest.mark.slow
@@ -22,8 +24,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def case(default_folder):
     """The default pair and a few of the target's answers."""
-    from pathlib import Path
-
     cfg = composed("diagnose_drafter", "per_set=8", "max_new_tokens=48")
     target = instantiate(cfg.target)
     prompts = read_prompts(Path(cfg.prompts), cfg.per_set)
@@ -69,8 +69,6 @@ def test_a_wrong_mask_row_is_named(case):
 def test_a_wrong_rope_base_is_named(case):
     def plant(net):
         reconfigure(rope_theta=100.0)(net)
-        from graft.drafters.dflash_net import rotary_embedding
-
         net._rope = rotary_embedding(net.config)
 
     words = examine(case, plant)
@@ -95,6 +93,15 @@ def test_shifted_labels_are_named(case):
         net.norm = Shifted(net.norm)
 
     assert examine(case, plant).startswith("shifted labels: slot k predicts position root + k +1")
+
+
+def test_a_drafter_of_another_target_is_not_called_healthy(case):
+    def plant(net):
+        torch.manual_seed(0)
+        for parameter in net.parameters():
+            parameter.data = torch.randn_like(parameter) * 0.05
+
+    assert examine(case, plant).startswith("it accepts next to nothing")
 
 
 def test_an_uncropped_draft_cache_is_named(case):

@@ -7,10 +7,12 @@ import pytest
 import torch
 from conftest import PROMPT, composed
 from hydra.utils import instantiate
+from test_dflash import VARIANTS, network
 
 from graft.core.tree import chain_tree
 from graft.core.types import Request
 from graft.decode import autoregressive
+from graft.drafters.blocks import draft_blocks
 from graft.targets import tiny
 
 pytestmark = [
@@ -57,3 +59,30 @@ def test_bf16_on_cuda_is_close_to_fp32_on_cpu(family, method):
     request = Request(PROMPT, 40)
     parts = {"target": target, "drafter": drafter}
     assert len(instantiate(cfg.method)(request, **parts).tokens) == 40
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_flex_attention_trains_as_the_split_kernel_does(kind):
+    """In bf16 under autocast, forward and backward, compiled."""
+    target = tiny.load("qwen3", device="cuda", dtype="bfloat16")
+    net = network(VARIANTS[kind]).cuda().requires_grad_(True)
+    tokens = torch.randint(0, 250, (2, 128), device="cuda")
+    anchors = torch.arange(16, 112, 8, device="cuda").expand(2, -1)
+    target.tap(net.config.target_layer_ids)
+    taps = torch.stack(target.read(list(tokens))[1])
+    results = []
+    for flex in (False, True):
+        net.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            hidden = draft_blocks(
+                net,
+                target.embed,
+                taps=taps,
+                roots=tokens.gather(1, anchors),
+                anchors=anchors,
+                flex=flex,
+            )
+        hidden.float().pow(2).mean().backward()
+        results.append((hidden.detach().float(), net.fc.weight.grad.clone()))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * one.abs().max().item())

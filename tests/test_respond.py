@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from graft.core.errors import InputError
 from graft.core.types import Request
 from graft.data.responses import SCHEMA, finished_ids, read_responses
-from graft.data.shards import read_shard, shard_files, write_shard
+from graft.data.shards import next_shard, read_shard, shard_files, write_shard
 from graft.decode import autoregressive, batched
 from graft.decode.batched import COPIES, LONGEST_PERIOD, SPAN, first_repeat, respond
 from graft.targets.slots import Slots
@@ -129,6 +129,13 @@ def test_shards_say_who_made_them(tmp_path):
         read_responses([tmp_path], "you")
     with pytest.raises(InputError, match="another target or tokenizer"):
         finished_ids(tmp_path, "you")
+
+
+def test_a_deleted_shard_is_not_taken_for_the_next(tmp_path):
+    for name in ("00000", "00002"):
+        write_shard(tmp_path / f"{name}.parquet", rows([f"a-{name}"]), made_by("me"))
+    assert next_shard(tmp_path).name == "00003.parquet"
+    assert next_shard(tmp_path / "new").name == "00000.parquet"
 
 
 def test_bad_shards_are_named(tmp_path):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import train
 from graft.core.errors import InputError
 from graft.core.types import Draft
 from graft.data.responses import TokenizedResponse
@@ -37,6 +38,7 @@ from graft.training.dflash_data import (
 from graft.training.dflash_module import DFlashModule
 from graft.training.head_loss import head_loss
 from graft.training.objective import decay_weights, default_gamma, dpace_weights
+from graft.training.run import LAST, KeepLast
 from graft.training.tap_cache import TapCache
 from graft.training.warm_start import warm_start
 from graft.trees.chain import Chain
@@ -81,12 +83,13 @@ def test_slot_weights():
         decay_weights(3, 4.0), torch.tensor([1.0, 0.7788, 0.6065]), atol=1e-4, rtol=0
     )
     assert [default_gamma(size) for size in (8, 10, 16)] == [4, 5, 7]
-    losses = torch.tensor([[0.0, 0.3, 2.0], [1.0, 0.1, 5.0]])
-    for row, got in zip(losses.tolist(), dpace_weights(losses, 0.5).tolist(), strict=True):
-        q = [0.5 * np.exp(-loss) + 0.5 for loss in row]
-        assert got == pytest.approx(
-            [sum(np.prod(q[: j + 1]) for j in range(k, 3)) for k in range(3)]
-        )
+    losses = torch.tensor([[0.1, 0.3, 2.0], [1.0, 0.1, 5.0], [0.2, 0.3, 0.4]])
+    counts = torch.tensor([[True] * 3, [True, False, True], [True, True, False]])
+    for loss, count, got in zip(losses, counts, dpace_weights(losses, counts, 0.5), strict=True):
+        q = [0.5 * float(np.exp(-x)) * bool(c) + 0.5 for x, c in zip(loss, count, strict=True)]
+        chain = [float(np.prod(q[: k + 1])) * bool(count[k]) for k in range(3)]
+        expected = [sum(chain[k:]) * bool(count[k]) for k in range(3)]
+        assert got.tolist() == pytest.approx(expected)
 
 
 def test_only_slots_with_a_known_token_count(target):
@@ -125,11 +128,8 @@ def test_loss_starts_at_log_v_and_a_batch_can_be_learned(target):
     assert (by_slot > 0.95).all(), by_slot
     # and the trained network proposes the same through its decoding path
     drafts = drafts_along(module.net, target, texts[0].tokens, start=10)
-    anchor = int(batch.anchors[0, 0]) if batch.texts[0] is texts[0].tokens else None
-    for row, text in enumerate(batch.texts):
-        if torch.equal(text, texts[0].tokens):
-            anchor = int(batch.anchors[row, 0])
-    assert anchor is not None
+    row = next(i for i, text in enumerate(batch.texts) if torch.equal(text, texts[0].tokens))
+    anchor = int(batch.anchors[row, 0])
     wanted = texts[0].tokens[anchor + 1 : anchor + 5].tolist()
     assert drafts[anchor - 10].tokens[:, 0].tolist()[: len(wanted)] == wanted
 
@@ -179,7 +179,7 @@ def test_frequent_tokens_keep_the_stop_token():
 
 
 def test_prompts_are_never_on_both_sides():
-    rows = [TokenizedResponse(f"set-{i // 2:05d}", [1], [2, 3]) for i in range(40)]
+    rows = [TokenizedResponse(f"set-{i // 2:05d}", "set", [1], [2, 3]) for i in range(40)]
     training, validation = split(rows, 10)
     assert not {row.id for row in training} & {row.id for row in validation}
     assert len(training) + len(validation) >= 40 - 1
@@ -191,9 +191,9 @@ def test_responses_of_another_target_are_refused(target):
     with pytest.raises(InputError, match="do not read like"):
         check_written_by(target, random_texts(4))
     with pytest.raises(InputError, match="another tokenizer"):
-        make_texts([TokenizedResponse("a-1", [1], [2, 5000])], max_length=9, vocab_size=259)
+        make_texts([TokenizedResponse("a-1", "a", [1], [2, 5000])], max_length=9, vocab_size=259)
     with pytest.raises(InputError, match="nothing can be anchored"):
-        make_texts([TokenizedResponse("a-1", [1] * 9, [2, 3])], max_length=9, vocab_size=259)
+        make_texts([TokenizedResponse("a-1", "a", [1] * 9, [2, 3])], max_length=9, vocab_size=259)
 
 
 def greedy_text(target, seed: int) -> Text:
@@ -255,9 +255,12 @@ TINY_RUN = (
     "data.anchors=4",
     "data.held_out=2",
     "trainer.max_steps=24",
-    "trainer.val_check_interval=8",
+    "trainer.val_check_interval=12",
     "trainer.precision=32-true",
-    "trainer.accelerator=cpu",
+    "trainer.accumulate_grad_batches=2",
+    "target.device=cpu",
+    "model.weighting=dpace",
+    "model.tap_dropout=0.2",
     "save_every=4",
 )
 
@@ -282,14 +285,15 @@ def script(path, *arguments: str) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path, responses):
-    train = launch.ROOT / "train.py"
+    entry = launch.ROOT / "train.py"
     arguments = [*TINY_RUN, f"data.responses=[{responses}]"]
+    arguments.append(f"model.tap_cache={tmp_path}")
     whole = [*arguments, f"paths.outputs={tmp_path / 'whole'}", f"out={tmp_path / 'whole_drafter'}"]
-    script(train, *whole)
+    script(entry, *whole)
     killed = [*arguments, f"paths.outputs={tmp_path / 'cut'}", f"out={tmp_path / 'cut_drafter'}"]
     state = tmp_path / "cut/train/drafter/last.ckpt"
     process = subprocess.Popen(
-        [sys.executable, train, *killed], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, entry, *killed], env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     while not state.exists():
         assert process.poll() is None, "it ended before it saved anything"
@@ -297,7 +301,7 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path, responses):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert torch.load(state, weights_only=False)["global_step"] < 24
-    script(train, *killed)
+    script(entry, *killed)
     one, other = (
         dflash_checkpoint.load(str(tmp_path / name)).state_dict()
         for name in ("whole_drafter", "cut_drafter")
@@ -307,3 +311,83 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path, responses):
     card = (tmp_path / "cut_drafter/README.md").read_text()
     assert "| own |" in card
     assert "24 optimiser steps" in card
+    changed = subprocess.run(
+        [sys.executable, entry, *killed, "model.lr=1"], capture_output=True, text=True
+    )
+    assert changed.returncode == 2
+    assert "holds a run with another model" in changed.stderr
+
+
+def test_a_full_disk_leaves_the_last_state(tmp_path):
+    class Trainer:
+        global_step, max_steps, is_global_zero, full = 4, 100, True, False
+
+        val_check_batch = 3
+
+        def save_checkpoint(self, path) -> None:
+            path.write_bytes(b"state")
+            if self.full:
+                raise OSError(28, "No space left on device")
+
+    trainer, keep = Trainer(), KeepLast(tmp_path, every=4)
+    keep.on_train_batch_end(trainer, None, None, None, 0)
+    before = (tmp_path / LAST).read_bytes()
+    trainer.global_step, trainer.full = 8, True
+    with pytest.raises(InputError, match=r"No space left.*previous one is intact"):
+        keep.on_train_batch_end(trainer, None, None, None, 0)
+    assert (tmp_path / LAST).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [LAST]
+
+
+def test_a_full_disk_leaves_the_drafter_that_was_there(target, tmp_path, monkeypatch):
+    net = module_for(target).net
+    dflash_checkpoint.save(net, tmp_path / "drafter", {"README.md": "first"})
+
+    def full(_state, path, _metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dflash_checkpoint, "save_file", full)
+    with pytest.raises(InputError, match="No space left"):
+        dflash_checkpoint.save(net, tmp_path / "drafter", {"README.md": "second"})
+    dflash_checkpoint.load(str(tmp_path / "drafter"))
+    assert (tmp_path / "drafter/README.md").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data.responses=[/nowhere]"], "/nowhere holds no responses"),
+        (["model.block_size=1"], "a block is the root and at least one slot"),
+        (["data.held_out=99"], "data.held_out=99"),
+        (["data.max_length=5"], "data.max_length=5"),
+        (["data.anchors=0"], "must be at least 1"),
+        (["model.mask_token_id=null"], "set model.mask_token_id"),
+        (["model.weighting=foo"], "decay or dpace"),
+        (["target.seed=1"], "another target or tokenizer"),
+        (["target.family=llama", "model.warm=true"], "another target or tokenizer"),
+        (["model.nonsense=1"], "nonsense"),
+        (["monitor=mat/foo"], "choose from mat/chain"),
+        (["model.warm=true"], "set it to false"),
+        (["out={here}"], "something other than a drafter"),
+        (["model.tap_cache=/proc/nowhere"], "has no room"),
+        (["paths.outputs=/proc/nowhere"], "/proc/nowhere"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_training_input_is_one_line(
+    responses, tmp_path, monkeypatch, capsys, arguments, message
+):
+    base = [*TINY_RUN, f"data.responses=[{responses}]", f"paths.outputs={tmp_path}"]
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", *base, *(a.format(here=responses) for a in arguments)]
+    )
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as leave:
+        train.main()
+    err = capsys.readouterr().err
+    assert leave.value.code == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    assert message in err

@@ -65,7 +65,7 @@ class Backbone(Protocol):
     vocab_size: int  # embedding rows
     num_layers: int
 
-    config: Any  # of transformers
+    config: Any  # the target's, of transformers
 
     def tap(self, layer_ids: Sequence[int]) -> None:
         """From now on `Step.taps` holds the outputs of these blocks (0-based), in this order."""

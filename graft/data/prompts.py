@@ -17,6 +17,11 @@ class Prompt:
     source: str
     turns: tuple[str, ...]
 
+    @property
+    def key(self) -> str:
+        """The id with its source: ids alone may repeat across files."""
+        return self.id if self.id.startswith(self.source) else f"{self.source}-{self.id}"
+
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     """The first `limit` prompts of each JSONL file at `path`. Raises InputError naming the line."""

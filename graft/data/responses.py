@@ -1,7 +1,7 @@
 """The target's own answers to prompts, as token ids: what a drafter is trained on.
 
-    prompt_id            string
-    source               string        the set the prompt is from
+    prompt_id            string        the set and a number in it, "gsm8k-00002"
+    source               string        the set
     prompt_token_ids     list<int32>   chat template included
     response_token_ids   list<int32>   the stop token included
     stopped              bool          ended by a stop token
@@ -40,6 +40,7 @@ class TokenizedResponse:
     """One text to train on."""
 
     id: str
+    source: str
     prompt: Sequence[int]
     response: Sequence[int]
 
@@ -74,7 +75,8 @@ def read_responses(paths: Sequence[Path], fingerprint: str) -> tuple[list[Tokeni
                     raise InputError(
                         f"{file}: response {id_} has no prompt; its tokens are needed as context"
                     )
-                responses.setdefault(id_, TokenizedResponse(id_, prompt, response))
+                source = id_.rsplit("-", 1)[0]
+                responses.setdefault(id_, TokenizedResponse(id_, source, prompt, response))
     return list(responses.values()), marked
 
 

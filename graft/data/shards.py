@@ -37,6 +37,12 @@ def shard_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.parquet")) if path.is_dir() else [path]
 
 
+def next_shard(folder: Path) -> Path:
+    """The file behind the last one, whatever is missing before it."""
+    numbers = [int(file.stem) for file in shard_files(folder) if file.stem.isdigit()]
+    return folder / f"{max(numbers, default=-1) + 1:05d}.parquet"
+
+
 def read_shard(path: Path, columns: Sequence[str]) -> tuple[pa.Table, dict[str, Any]]:
     """These columns and what made the shard ({} for a file of others). Raises InputError."""
     try:

@@ -32,7 +32,7 @@ def drafts_along(
     tokens = tokens.to(target.device)
     target.tap(net.config.target_layer_ids)
     taps = target.read([tokens])[1][0]
-    vocabulary = net.draft_tokens
+    vocabulary = None if net.draft_tokens is None else net.draft_tokens.to(target.device)
     head = target.head_rows(vocabulary)
     drafts: list[Draft] = []
     for anchors in torch.arange(start, len(tokens), device=target.device).split(CHUNK):

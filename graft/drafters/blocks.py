@@ -24,7 +24,7 @@ from graft.drafters.dflash_config import DFlashConfig
 from graft.drafters.dflash_net import Attend, DFlashNet
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-_compiled_flex = torch.compile(flex_attention, dynamic=False)
+_compiled_flex = torch.compile(flex_attention)
 
 
 def draft_blocks(

@@ -39,10 +39,10 @@ class DFlash:
         if can_pack(net.fc.weight):
             self.net = copy.deepcopy(net)  # a packed network cannot be trained on or saved
             pack_linears(self.net)
-        self._head, self._vocabulary = target.unembed, None
+        self.head, self._vocabulary = target.unembed, None
         if net.draft_tokens is not None:
             self._vocabulary = net.draft_tokens.to(target.device)
-            self._head = head_over(target.head_rows(net.draft_tokens))
+            self.head = head_over(target.head_rows(net.draft_tokens))
         target.tap(config.target_layer_ids)
         block = [config.mask_token_id] * config.block_size
         self._block = torch.tensor(block, device=target.device)
@@ -74,7 +74,7 @@ class DFlash:
         hidden = self.net(block, positions[None, new:], self._attend)[:, 1:]
         (draft,) = Draft.batch(
             [root],
-            self._head(hidden),
+            self.head(hidden),
             hidden,
             candidates=self.candidates,
             vocabulary=self._vocabulary,

@@ -71,22 +71,39 @@ def save(net: DFlashNet, folder: Path, texts: Mapping[str, str] | None = None) -
     The folder appears whole or not at all: if the disk is full, what was there before survives.
     """
     partial = folder.with_name(folder.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
     dtype = str(net.fc.weight.dtype).removeprefix("torch.")
-    (partial / "config.json").write_text(
-        json.dumps(dump(net.config, dtype), indent=2, sort_keys=True) + "\n"
-    )
-    save_file(
-        {k: v.contiguous() for k, v in net.state_dict().items()},
-        partial / "model.safetensors",
-        {"format": "pt"},
-    )
-    if net.draft_tokens is not None:
-        np.save(partial / DRAFT_TOKENS, net.draft_tokens.cpu().numpy().astype(np.int32))
-    for name, text in (texts or {}).items():
-        (partial / name).write_text(text)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        (partial / "config.json").write_text(
+            json.dumps(dump(net.config, dtype), indent=2, sort_keys=True) + "\n"
+        )
+        save_file(
+            {k: v.contiguous() for k, v in net.state_dict().items()},
+            partial / "model.safetensors",
+            {"format": "pt"},
+        )
+        if net.draft_tokens is not None:
+            np.save(partial / DRAFT_TOKENS, net.draft_tokens.cpu().numpy().astype(np.int32))
+        for name, text in (texts or {}).items():
+            (partial / name).write_text(text)
+        replaced = folder.with_name(folder.name + ".old")
+        if folder.exists():
+            folder.rename(replaced)
+        partial.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise InputError(
+            f"cannot save the drafter in {folder} ({error}); what was there before is intact: make "
+            "room and run the same command again"
+        ) from error
+
+
+def check_replaceable(folder: Path) -> None:
+    """Refuse to save over anything but a drafter or an empty folder (InputError)."""
+    if folder.exists() and not (folder / "config.json").exists() and any(folder.iterdir()):
+        raise InputError(f"{folder} holds something other than a drafter; choose another out=")
 
 
 def _draft_tokens(folder: Path, vocab_size: int, name: str) -> torch.Tensor | None:
@@ -108,7 +125,9 @@ def _folder(checkpoint: str) -> Path:
     if path.is_absolute() or checkpoint.startswith("."):
         raise InputError(f"drafter folder {path} does not exist")
     try:
-        return Path(snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(
+            snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors", DRAFT_TOKENS])
+        )
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise InputError(
             f"cannot fetch drafter {checkpoint}: {str(error).strip().splitlines()[0]}"

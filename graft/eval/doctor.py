@@ -43,6 +43,7 @@ class Reading:
     mask_token: int | None = None
     rope_theta: float | None = None
     rope_scaling_off: bool = False
+    margin: float = CLEARLY  # how many times the engine's reading it must accept to be believed
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,8 @@ def readings(net: DFlashNet, target: HFTarget) -> list[Reading]:
         if all(0 <= layer + offset <= last for layer in config.target_layer_ids):
             found.append(
                 Reading(
-                    f"tap offset: it was trained on block {'outputs' if offset < 0 else 'inputs'} "
-                    f"{abs(offset)} {'before' if offset < 0 else 'after'} those that "
-                    "target_layer_ids names",
+                    f"tap offset: it was trained on the outputs of the blocks one "
+                    f"{'before' if offset < 0 else 'after'} those that target_layer_ids names",
                     f"add {offset:+d} to dflash_config.target_layer_ids (ids are 0-based block "
                     "outputs here, transformers' hidden_states[id + 1])",
                     tap_offset=offset,
@@ -192,7 +192,7 @@ def cache_disagreement(drafter: DFlash, target: HFTarget, texts: Sequence[Answer
         rounds = Replay(Chain(), drafter.config.block_size - 1)(
             text.tokens[text.start :].tolist(), fresh.__getitem__
         )
-        for root in accumulate(rounds, initial=0):
+        for root in accumulate(rounds[:-1], initial=0):
             position = text.start + root
             draft = drafter.propose(int(text.tokens[position]), taps[known:position])
             known = position
@@ -203,22 +203,23 @@ def cache_disagreement(drafter: DFlash, target: HFTarget, texts: Sequence[Answer
 
 def diagnosis(own: Finding, others: Sequence[Finding], disagreement: float) -> str:
     """In words: healthy, or the one fault that explains the measurements best."""
-    best = max(others, key=lambda finding: finding.accepted)
+    best = max(others, key=lambda finding: finding.accepted / finding.reading.margin)
+    explains = best.accepted > max(best.reading.margin * own.accepted, HOPELESS)
+    if own.accepted < HOPELESS and not explains:
+        return (
+            "it accepts next to nothing under any reading: untrained, trained for another target, "
+            "or on text that this target does not write."
+        )
     if disagreement > SAME:
         return (
             f"draft cache: decoding drafts {disagreement:.0%} of its tokens otherwise than a pass "
             "over the same text without a cache. The cache is not cropped to the committed length "
             "after every draft, or its rows lie at wrong positions."
         )
-    if best.accepted > max(CLEARLY * own.accepted, HOPELESS):
+    if explains:
         return (
             f"{best.reading.fault}. Read so, {best.accepted:.2f} drafted tokens are accepted "
             f"instead of {own.accepted:.2f}. Cure: {best.reading.cure}."
-        )
-    if own.accepted < HOPELESS:
-        return (
-            "it accepts next to nothing under any reading: untrained, trained for another target, "
-            "or on text that this target does not write."
         )
     return "healthy: no other reading of the checkpoint accepts clearly more."
 

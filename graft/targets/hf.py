@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,8 @@ def parse_dtype(name: str) -> torch.dtype:
 def parse_device(name: str) -> torch.device:
     """'auto' takes the GPU where there is one; InputError for a device that is not there."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        rank = os.environ.get("LOCAL_RANK", "0")  # of several processes, one a GPU
+        name = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:

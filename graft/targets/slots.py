@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from graft.core.errors import InputError
 from graft.targets.hf import HFTarget
 
 GROWTH = 64  # rows
@@ -22,6 +23,8 @@ class Slots:
     """`size` slots over a target's decoder. Satisfies `BatchTarget`."""
 
     def __init__(self, target: HFTarget, size: int) -> None:
+        if size < 1:
+            raise InputError(f"slots must be at least 1, not {size}")
         self._target, self._decoder = target, target.decoder
         self.device, self.max_context = target.device, target.max_context
         self.size, self.occupied = size, 0

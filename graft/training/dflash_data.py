@@ -29,7 +29,7 @@ LEAST_AGREEMENT = 0.6  # of their tokens it must choose itself; its own greedy t
 class Text:
     """A prompt and its answer, cut to the longest length trained on."""
 
-    source: str  # the prompt's id without its number
+    source: str
     tokens: torch.Tensor  # [L] int64
     start: int  # position of the first answer token
 
@@ -41,6 +41,7 @@ class BlockBatch:
     indices: list[int]  # of the texts, in the training set
     texts: list[torch.Tensor]  # [L_i] int64
     anchors: torch.Tensor  # [batch, A] int64, ascending
+    seed: int = 0  # of what else is drawn for this batch
 
 
 def make_texts(
@@ -59,7 +60,7 @@ def make_texts(
                 f"ends at {vocab_size - 1}: it was made with another tokenizer"
             )
         if len(tokens) - len(row.prompt) >= 2:
-            texts.append(Text(row.id.rsplit("-", 1)[0], tokens, len(row.prompt)))
+            texts.append(Text(row.source, tokens, len(row.prompt)))
     if not texts:
         raise InputError(
             f"none of the {len(responses)} responses has two answer tokens within "
@@ -126,7 +127,10 @@ class BlockBatches:
         rng = np.random.default_rng([self._seed, step, self._rank])
         anchors = [_draw_anchors(text, self._anchors, rng) for text in texts]
         return BlockBatch(
-            indices, [text.tokens for text in texts], torch.from_numpy(np.stack(anchors))
+            indices,
+            [text.tokens for text in texts],
+            torch.from_numpy(np.stack(anchors)),
+            seed=int(rng.integers(2**31)),
         )
 
     def _index(self, place: int) -> int:
@@ -157,6 +161,12 @@ class ResponseData(L.LightningDataModule):
     ) -> None:
         super().__init__()
         rows, marked = read_responses([Path(path) for path in responses], target.fingerprint)
+        if not 2 <= max_length <= target.max_context:
+            raise InputError(
+                f"data.max_length must lie in 2..{target.max_context}, the target's context, not "
+                f"{max_length}"
+            )
+        self.digest = hashlib.sha256(repr([row.id for row in rows]).encode()).hexdigest()[:12]
         training, validation = split(rows, held_out)
         sizes = {"max_length": max_length, "vocab_size": target.vocab_size}
         self.training = make_texts(training, **sizes)
@@ -175,6 +185,8 @@ class ResponseData(L.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Text]:
         assert self.trainer is not None
         mine = self.validation[self.trainer.global_rank :: self.trainer.world_size]
+        if not mine:
+            raise InputError(f"data.held_out={len(self.validation)} is less than one text a device")
         return DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
 
     def answer_tokens(self) -> dict[str, int]:
@@ -203,8 +215,8 @@ def check_written_by(target: HFTarget, texts: Sequence[Text]) -> None:
 
 def frequent_tokens(texts: Sequence[Text], count: int, always: Sequence[int]) -> torch.Tensor:
     """The `count` commonest tokens, ascending; a prompt's count half, as answers quote them."""
-    length = 1 + max(int(text.tokens.max()) for text in texts)
-    counts = torch.zeros(max(length, *(token + 1 for token in always)))
+    largest = max(*always, *(int(text.tokens.max()) for text in texts), 0)
+    counts = torch.zeros(largest + 1)
     for text in texts:
         counts += torch.bincount(text.tokens, minlength=len(counts)) / 2
         counts += torch.bincount(text.tokens[text.start :], minlength=len(counts)) / 2

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
@@ -31,6 +33,8 @@ from graft.training.head_loss import head_loss
 from graft.training.objective import decay_weights, default_gamma, dpace_weights
 from graft.training.tap_cache import TapCache
 from graft.training.warm_start import warm_start
+
+LENGTHS = 256  # texts are padded to a multiple of this for flex attention
 
 
 class DFlashModule(L.LightningModule):
@@ -60,6 +64,7 @@ class DFlashModule(L.LightningModule):
         self._lr, self._weight_decay, self._warmup = lr, weight_decay, warmup
         self._flex, self._cache = flex, cache
         self._stepped: float | None = None
+        self._replayed: list[tuple[str, str, float]] = []  # method, source, tokens a round
         self._depth = net.config.block_size - 1
         self._decay = decay_weights(self._depth, gamma or default_gamma(net.config.block_size))
         self._head = target.head_rows(net.draft_tokens)
@@ -70,10 +75,9 @@ class DFlashModule(L.LightningModule):
 
     def training_step(self, batch: BlockBatch, _index: int) -> torch.Tensor:
         losses, right, counts = self.block_losses(batch)
-        weights = self._decay.to(losses.device)
+        weights = self._decay.to(losses.device) * counts
         if self._weighting == "dpace":
-            weights = dpace_weights(losses, self._alpha)
-        weights = weights * counts
+            weights = dpace_weights(losses, counts, self._alpha)
         loss = (losses * weights).sum() / weights.sum().clamp_min(1e-9)
         accuracy = right.sum((0, 1)) / counts.sum((0, 1)).clamp_min(1)
         self.log("train/loss", loss.detach(), prog_bar=True)
@@ -105,7 +109,9 @@ class DFlashModule(L.LightningModule):
         taps = self._read(batch.indices, texts)
         self._seconds_reading = time.perf_counter() - started
         # Texts shorter than the batch's longest are padded; no anchor's context reaches there.
-        padded = self._drop_taps(pad_sequence(taps, batch_first=True))
+        padded = self._drop_taps(pad_sequence(taps, batch_first=True), batch.seed)
+        if self._flex:  # it is compiled for a length: let there be few
+            padded = F.pad(padded, (0, 0, 0, -padded.shape[1] % LENGTHS))
         tokens = pad_sequence(texts, batch_first=True)
         hidden = draft_blocks(
             self.net,
@@ -127,12 +133,17 @@ class DFlashModule(L.LightningModule):
         right[counts] = charged.right
         return losses, right, counts
 
-    def _drop_taps(self, taps: torch.Tensor) -> torch.Tensor:
-        """Zero whole taps [batch, L, n_taps * H] of single tokens, so that none is relied on."""
+    def _drop_taps(self, taps: torch.Tensor, seed: int) -> torch.Tensor:
+        """Zero whole taps [batch, L, n_taps * H] of single tokens, so that none is relied on.
+
+        Drawn from the batch's own seed: a resumed run must draw what an uninterrupted one did.
+        """
         if not (self.training and self._tap_dropout):
             return taps
-        count = len(self.net.config.target_layer_ids)
-        kept = F.dropout(taps.new_ones(*taps.shape[:2], count, 1), self._tap_dropout)
+        count, rate = len(self.net.config.target_layer_ids), self._tap_dropout
+        generator = torch.Generator(taps.device).manual_seed(seed)
+        drawn = torch.rand(*taps.shape[:2], count, 1, generator=generator, device=taps.device)
+        kept = (drawn >= rate).to(taps.dtype) / (1 - rate)
         return (taps.unflatten(-1, (count, -1)) * kept).flatten(-2)
 
     def _read(self, indices: list[int], texts: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -152,15 +163,26 @@ class DFlashModule(L.LightningModule):
 
     @torch.inference_mode()
     def validation_step(self, text: Text, _index: int) -> None:
-        tokens = text.tokens.tolist()
         drafts = drafts_along(self.net, self._target, text.tokens, start=text.start)
-        answer = tokens[text.start :]
+        answer = text.tokens[text.start :].tolist()
         for name, replay in self._replays.items():
-            rounds = replay(answer, drafts.__getitem__)
-            if rounds:
-                mat = sum(rounds) / len(rounds)
-                for key in (f"mat/{name}", f"mat_{text.source}/{name}"):
-                    self.log(key, mat, batch_size=1, on_epoch=True, sync_dist=True)
+            if rounds := replay(answer, drafts.__getitem__):
+                self._replayed.append((name, text.source, sum(rounds) / len(rounds)))
+
+    def on_validation_epoch_end(self) -> None:
+        rows, self._replayed = self._replayed, []
+        if (
+            dist.is_available() and dist.is_initialized()
+        ):  # ranks have other texts and other sources
+            parts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, rows)
+            rows = [row for part in parts for row in part]
+        mats = defaultdict(list)
+        for name, source, mat in rows:
+            mats[f"mat/{name}"].append(mat)
+            mats[f"mat_{source}/{name}"].append(mat)
+        for key, values in sorted(mats.items()):
+            self.log(key, sum(values) / len(values), prog_bar=key in ("mat/chain", "mat/ddtree_16"))
 
     def configure_gradient_clipping(
         self,

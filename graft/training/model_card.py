@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from graft.drafters.dflash_net import DFlashNet
 
 TEMPLATE = """\
 ---
-license: apache-2.0
+license: {license}
 tags: [speculative-decoding, dflash, draft-model]
 ---
 # {name}
@@ -25,15 +26,14 @@ python scripts/generate.py drafter=dflash drafter.checkpoint=<this folder> compa
 
 ## How it was made
 
-`{command}` at git revision `{git}`: {steps} optimiser steps, {seconds}.
-It saw {tokens:,} answer tokens, each written by the target itself, {visits:.1f} times on average:
+`{command}` at git revision `{git}`: {steps} optimiser steps, {duration}.
+It was trained on {tokens:,} answer tokens, all written by the target itself; each text was visited
+{visits:.1f} times, at fresh anchors. Beside the sources stands MAT (tokens a round, bonus included,
+by replay) on their held-out prompts, empty where none was held out:
 
-| prompts | answer tokens | licence of the prompts |
-|---|---|---|
 {sources}
 
-The best state on held-out prompts of the same sources was kept. Tokens a round there, bonus
-included, by replay:
+The best state on held-out prompts was kept. MAT over all of them as training went on:
 
 {curve}
 
@@ -45,75 +45,92 @@ The recipe:
 """
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a card is written from."""
+def model_card(
+    *,
+    name: str,
+    target: str,
+    net: DFlashNet,
+    config: Mapping[str, Any],
+    texts: int,
+    answer_tokens: Mapping[str, int],
+    visits: int,
+    steps: int,
+    seconds: float,
+    log: Sequence[Mapping[str, Any]],
+    git: str,
+    command: str,
+) -> str:
+    """Markdown with the hub's front matter.
 
-    name: str
-    target: str
-    net: Any  # DFlashNet
-    config: Mapping[str, Any]  # of the run, resolved
-    texts: int  # trained on
-    answer_tokens: Mapping[str, int]  # of them, by source
-    licences: Mapping[str, str]  # by source
-    steps: int
-    seconds: float
-    curve: Sequence[Mapping[str, Any]]  # validation rows of the log
-    git: str
-    command: str  # that made it
-
-
-def model_card(facts: Facts) -> str:
-    """Markdown with the hub's front matter."""
-    config, net = facts.config, facts.net
-    tokens = sum(facts.answer_tokens.values())
+    `config` is the run's, resolved; `answer_tokens` were trained on, by source; a text was visited
+    at every one of `visits`; `log` holds the validations among its rows.
+    """
     drafts = ""
     if net.draft_tokens is not None:
         drafts = (
             f" It proposes the {len(net.draft_tokens):,} commonest tokens only\n"
             "(`draft_tokens.npy`; an engine that does not know the file reads the whole head)."
         )
-    data = config["data"]
-    visited = facts.steps * config["trainer"]["accumulate_grad_batches"] * data["batch_size"]
-    sources = [
-        f"| {source} | {count:,} | {facts.licences.get(source, 'not stated')} |"
-        for source, count in facts.answer_tokens.items()
-    ]
+    root = config["paths"]["root"] + "/"  # whose machine it was made on is nobody's business
     recipe = {key: config[key] for key in ("data", "model", "trainer", "seed")}
+    validations = {row["step"]: row for row in log if config["monitor"] in row}
+    curve = [validations[step] for step in sorted(validations)]
+    best = max(curve, key=lambda row: row[config["monitor"]], default={})
     return TEMPLATE.format(
-        name=facts.name,
-        target=facts.target,
+        license=config["license"],
+        name=name,
+        target=target.replace(root, ""),
         depth=net.config.block_size - 1,
         layers=net.config.num_layers,
         parameters=sum(p.numel() for p in net.parameters()) / 1e6,
         taps=", ".join(map(str, net.config.target_layer_ids)),
         mask=net.config.mask_token_id,
         draft_vocab=drafts,
-        command=facts.command,
-        git=facts.git,
-        steps=facts.steps,
-        seconds=_duration(facts.seconds),
-        tokens=tokens,
-        visits=visited / facts.texts,
-        sources="\n".join(sources),
-        curve=_curve(facts.curve),
-        recipe=json.dumps(recipe, indent=2),
+        command=command.replace(root, ""),
+        git=git,
+        steps=steps,
+        duration=_duration(seconds),
+        tokens=sum(answer_tokens.values()),
+        visits=visits / texts,
+        sources=_sources(answer_tokens, config["licences"], best),
+        curve=_curve(curve, visits // steps * config["data"]["anchors"]),
+        recipe=json.dumps(recipe, indent=2).replace(root, ""),
     )
 
 
-def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The validations as a table, thinned to a dozen."""
+def _sources(
+    answer_tokens: Mapping[str, int], licences: Mapping[str, str], best: Mapping[str, Any]
+) -> str:
+    """One row a source: tokens, licence, and tokens a round on its held-out prompts."""
+    methods = _methods(best)
+    lines = [
+        "| prompts | answer tokens | licence of the prompts | " + " | ".join(methods) + " |",
+        "|---" * (3 + len(methods)) + "|",
+    ]
+    for source, count in answer_tokens.items():
+        mats = (best.get(f"mat_{source}/{method}") for method in methods)
+        cells = ["" if mat is None else f"{mat:.2f}" for mat in mats]
+        licence = licences.get(source, "not stated")
+        lines.append(f"| {source} | {count:,} | {licence} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _curve(rows: Sequence[Mapping[str, Any]], blocks: int) -> str:
+    """The validations as a table, thinned to a dozen; `blocks` were trained on a step."""
     if not rows:
         return "(it was not validated)"
-    methods = [key for key in rows[0] if key.startswith("mat/")]
-    head = "| step | " + " | ".join(key.removeprefix("mat/") for key in methods) + " |"
-    lines = [head, "|---" * (len(methods) + 1) + "|"]
+    methods = _methods(rows[0])
+    lines = ["| step | blocks | " + " | ".join(methods) + " |", "|---" * (len(methods) + 2) + "|"]
     stride = -(-len(rows) // 12)
     for row in [*rows[:-1:stride], rows[-1]]:
-        lines.append(
-            f"| {row['step'] + 1} | " + " | ".join(f"{row[m]:.2f}" for m in methods) + " |"
-        )
+        mats = " | ".join(f"{row[f'mat/{method}']:.2f}" for method in methods)
+        step = row["step"] + 1
+        lines.append(f"| {step} | {step * blocks:,} | {mats} |")
     return "\n".join(lines)
+
+
+def _methods(row: Mapping[str, Any]) -> list[str]:
+    return [key.removeprefix("mat/") for key in row if key.startswith("mat/")]
 
 
 def _duration(seconds: float) -> str:

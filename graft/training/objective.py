@@ -26,7 +26,12 @@ def decay_weights(depth: int, gamma: float) -> torch.Tensor:
     return torch.tensor([math.exp(-k / gamma) for k in range(depth)])
 
 
-def dpace_weights(losses: torch.Tensor, alpha: float) -> torch.Tensor:
-    """[..., D] from the slots' cross-entropies [..., D]."""
-    reached = ((1 - alpha) * (-losses.detach()).exp() + alpha).cumprod(-1)
-    return reached.flip(-1).cumsum(-1).flip(-1)
+def dpace_weights(losses: torch.Tensor, counts: torch.Tensor, alpha: float) -> torch.Tensor:
+    """[..., D] from the slots' cross-entropies and whether they count, both [..., D].
+
+    A slot that does not count, as its token is not one the drafter may propose, ends a chain as
+    surely as a wrong one: p = 0.
+    """
+    p = (-losses.detach()).exp() * counts
+    reached = ((1 - alpha) * p + alpha).cumprod(-1) * counts
+    return reached.flip(-1).cumsum(-1).flip(-1) * counts

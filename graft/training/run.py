@@ -6,11 +6,13 @@ and takes its name, so a kill or a full disk leaves the last good state.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -21,9 +23,9 @@ LAST = "last.ckpt"
 
 
 class RunLogger(Logger):
-    """Lightning's metrics into a `RunLog`."""
+    """Lightning's metrics into a `RunLog`, which the first rank alone has."""
 
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: RunLog | None) -> None:
         super().__init__()
         self._log = log
 
@@ -37,21 +39,53 @@ class RunLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self._log.log({"step": step, **metrics})
+        if self._log is not None:
+            self._log.log({"step": step, **metrics})
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """run.json holds the whole config."""
 
 
-class KeepLast(L.Callback):
-    """Save the whole training state every `every` optimiser steps, and when interrupted."""
+class KeepLast(Checkpoint):
+    """Save the whole training state every `every` optimiser steps, and count the time spent.
+
+    Where a validation follows a step, the state is saved after it: Lightning would not make it up.
+    """
 
     def __init__(self, folder: Path, every: int) -> None:
-        self._path, self._every, self._saved = folder / LAST, every, 0
+        self._path, self._every = folder / LAST, every
+        self._saved = 0  # step of the last save
+        self._earlier = 0.0  # seconds of the sessions before this one
+        self._started = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    @property
+    def seconds(self) -> float:
+        """Of training, over all sessions of the run."""
+        return self._earlier + time.perf_counter() - self._started
+
+    def state_dict(self) -> dict[str, float]:
+        return {"seconds": self.seconds}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self._earlier = state["seconds"]
+
+    def on_train_start(self, trainer: L.Trainer, _: Any) -> None:
+        self._saved = trainer.global_step
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, _module: Any, _outputs: Any, _batch: Any, index: int
+    ) -> None:
+        if (index + 1) % int(trainer.val_check_batch or 1) != 0:
+            self._save_if_due(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, _: Any) -> None:
+        self._save_if_due(trainer)
+
+    def _save_if_due(self, trainer: L.Trainer) -> None:
         step = trainer.global_step
-        if step > self._saved and (step % self._every == 0 or step == trainer.max_steps):
+        due = step // self._every > self._saved // self._every or step == trainer.max_steps
+        if due and step != self._saved:
             self.save(trainer)
 
     def save(self, trainer: L.Trainer) -> None:
@@ -61,8 +95,10 @@ class KeepLast(L.Callback):
             trainer.save_checkpoint(partial)
             if trainer.is_global_zero:
                 partial.replace(self._path)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:  # torch words a failed write as a RuntimeError
             partial.unlink(missing_ok=True)
+            if isinstance(error, RuntimeError) and "write" not in str(error):
+                raise
             reason = str(error).strip().splitlines()[0]
             kept = "the previous one is intact" if self._path.exists() else "none was saved before"
             raise InputError(

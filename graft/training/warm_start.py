@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from graft.core.errors import InputError
 from graft.drafters.dflash_net import DFlashNet
 
 SMALL = 0.02  # deviation of fc beside the identity, in units of 1 / sqrt(fan-in)
@@ -22,8 +23,21 @@ SMALL = 0.02  # deviation of fc beside the identity, in units of 1 / sqrt(fan-in
 
 @torch.no_grad()
 def warm_start(net: DFlashNet, model_name: str, text: torch.Tensor) -> None:
-    """Overwrite the network's weights; `text` [L] is what sizes are measured on."""
-    model: Any = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).eval()
+    """Overwrite the network's weights; `text` [L] is what sizes are measured on.
+
+    Raises InputError where the target has no blocks to give.
+    """
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).eval()
+    except OSError as error:
+        raise InputError(
+            f"model.warm needs the target's checkpoint, but {model_name} is none: set it to false"
+        ) from error
+    if len(net.layers) > len(model.model.layers):
+        raise InputError(
+            f"model.warm: {model_name} has {len(model.model.layers)} blocks, fewer than "
+            f"model.layers={len(net.layers)}"
+        )
     blocks = list(model.model.layers)[-len(net.layers) :]
     states, sizes = _measure(model, blocks, text)
     for layer, block, (query_size, key_size) in zip(net.layers, blocks, sizes, strict=True):
