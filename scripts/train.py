@@ -5,12 +5,13 @@
     python train.py name=mine model.layers=2 model.weighting=dpace trainer.max_steps=2000
 
 Interrupt it at any time: the same command goes on from the last saved state. The run's state and
-log lie in outputs/train/<name>, the finished drafter in data/drafters/<name>, as
+log lie in outputs/train/<name>; data/drafters/<name> always holds the best drafter so far, as
 `drafter=dflash drafter.checkpoint=data/drafters/<name>` takes it.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import json
 import logging
@@ -23,17 +24,17 @@ import lightning as L
 import torch
 from hydra.utils import instantiate
 from launch import stage
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from graft.core.errors import InputError
 from graft.core.linear import cast_parameters
-from graft.core.runlog import RunLog, revision
+from graft.core.runlog import RunLog, revision, write_atomically
 from graft.drafters import dflash_checkpoint
 from graft.training.model_card import model_card
-from graft.training.run import LAST, KeepLast, RunLogger
+from graft.training.run import LAST, KeepBest, KeepLast, RunLogger
 
 # A run is resumed under the same ones.
 SETTINGS = ("target", "data", "model", "trainer", "seed", "responses")
@@ -66,15 +67,31 @@ def main(cfg: DictConfig) -> None:
     log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb) if first else None
     if log is not None:
         log.rows()  # cuts the torn line that a killed run may have left
-    best = ModelCheckpoint(
-        folder,
-        filename="best",
-        monitor=cfg.monitor,
-        mode="max",
-        save_weights_only=True,
-        enable_version_counter=False,
-    )
     last = KeepLast(folder, cfg.save_every)
+
+    def card() -> str:
+        visits = trainer.global_step * trainer.accumulate_grad_batches * trainer.world_size
+        return model_card(
+            name=out.name,
+            target=cfg.target.get("model", target.name),
+            net=model.net,
+            config=config,
+            texts=len(data.training),
+            answer_tokens=tokens,
+            visits=visits * cfg.data.batch_size,
+            steps=trainer.global_step,
+            seconds=last.seconds,
+            log=log.rows() if log else [],
+            git=revision(),
+            command=" ".join(["python train.py", *sys.argv[1:]]),
+        )
+
+    def save() -> None:
+        net = copy.deepcopy(model.net).cpu()
+        cast_parameters(net, torch.device("cpu"), torch.bfloat16)
+        dflash_checkpoint.save(net, out, {"README.md": card()})
+
+    best = KeepBest(cfg.monitor, save)
     stop = EarlyStopping(cfg.monitor, mode="max", patience=cfg.patience)
     trainer = instantiate(
         cfg.trainer,
@@ -82,36 +99,14 @@ def main(cfg: DictConfig) -> None:
         logger=RunLogger(log),
         callbacks=[stop, best, last],  # the state that is kept holds what the others decided
         default_root_dir=folder,
+        enable_checkpointing=False,
     )
     state = folder / LAST
     trainer.fit(model, data, ckpt_path=str(state) if state.exists() else None, weights_only=False)
-    if log is None:
-        return
-    if best.best_model_path:
-        kept = torch.load(best.best_model_path, map_location="cpu", weights_only=True)
-        model.load_state_dict(kept["state_dict"])
-    card = model_card(
-        name=out.name,
-        target=cfg.target.get("model", target.name),
-        net=model.net,
-        config=config,
-        texts=len(data.training),
-        answer_tokens=tokens,
-        visits=trainer.global_step
-        * trainer.accumulate_grad_batches
-        * trainer.world_size
-        * cfg.data.batch_size,
-        steps=trainer.global_step,
-        seconds=last.seconds,
-        log=log.rows(),
-        git=revision(),
-        command=" ".join(["python train.py", *sys.argv[1:]]),
-    )
-    net = model.net.cpu()
-    cast_parameters(net, torch.device("cpu"), torch.bfloat16)
-    dflash_checkpoint.save(net, out, {"README.md": card})
-    log.close()
-    console.print(f"saved {out} ({cfg.monitor} {float(best.best_model_score or 0):.3f})")
+    if log is not None:
+        write_atomically(out / "README.md", card())  # the whole curve
+        log.close()
+        console.print(f"{out} holds the best state ({cfg.monitor} {best.score:.3f})")
 
 
 def check_resumable(folder: Path, config: dict[str, Any]) -> None:

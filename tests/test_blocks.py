@@ -73,7 +73,7 @@ def hidden_under(kernel, net, target, monkeypatch, *, flex: bool = False) -> tor
         monkeypatch.setattr(blocks, "_split", kernel)
     anchors = torch.tensor([[7, 8, 30], [5, 21, 40]])
     target.tap(net.config.target_layer_ids)
-    taps = torch.stack(target.read([TOKENS[:45], TOKENS[10:55]])[1])
+    taps = torch.stack(target.read([TOKENS[:45], TOKENS[10:55]]))
     roots = torch.stack([TOKENS[:45], TOKENS[10:55]]).gather(1, anchors)
     return draft_blocks(net, target.embed, taps=taps, roots=roots, anchors=anchors, flex=flex)
 
@@ -103,7 +103,7 @@ def test_drafts_along_a_text_equal_decoding(net, target):
         )
         following = {12: 15, 15: 16, 16: 40, 40: 40}[root]
         target.tap(net.config.target_layer_ids)
-        taps = target.read([TOKENS[:following]])[1][0][root:]
+        taps = target.read([TOKENS[:following]])[0][root:]
 
 
 def test_a_draft_does_not_see_its_root_or_what_follows(net, target):

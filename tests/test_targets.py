@@ -183,3 +183,15 @@ def test_missing_targets_and_bad_values_are_named(tmp_path, target):
         target.tap([2])
     with pytest.raises(InputError, match="empty"):
         target.prefill([])
+
+
+@pytest.mark.parametrize("taps", [[0], [0, 1], [1]])
+def test_texts_read_side_by_side_are_read_as_alone(target, taps):
+    target.tap(taps)
+    texts = [torch.arange(3, 3 + n) for n in (5, 1, 40)]
+    read, choices = target.read(texts), target.choices(texts)
+    for text, own_taps, chosen in zip(texts, read, choices, strict=True):
+        for end in range(1, len(text) + 1, 7):
+            step = target.prefill(text[:end].tolist())
+            torch.testing.assert_close(own_taps[:end], step.taps, rtol=1e-4, atol=2e-5)
+            assert int(chosen[end - 1]) == int(step.logits.argmax())

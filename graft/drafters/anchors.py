@@ -21,7 +21,7 @@ CHUNK = 32  # anchors drafted together: attention within a chunk grows with its 
 class Reader(Backbone, Protocol):
     """A target that reads finished texts."""
 
-    def read(self, texts: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
+    def read(self, texts: list[torch.Tensor]) -> list[torch.Tensor]: ...
 
 
 @torch.inference_mode()
@@ -31,7 +31,7 @@ def drafts_along(
     """One draft for every root in tokens [L] from position `start` on, in text order."""
     tokens = tokens.to(target.device)
     target.tap(net.config.target_layer_ids)
-    taps = target.read([tokens])[1][0]
+    taps = target.read([tokens])[0]
     vocabulary = None if net.draft_tokens is None else net.draft_tokens.to(target.device)
     head = target.head_rows(vocabulary)
     drafts: list[Draft] = []

@@ -83,6 +83,7 @@ def save(net: DFlashNet, folder: Path, texts: Mapping[str, str] | None = None) -
             partial / "model.safetensors",
             {"format": "pt"},
         )
+        (partial / "model.safetensors").chmod(0o644)  # safetensors makes it the owner's alone
         if net.draft_tokens is not None:
             np.save(partial / DRAFT_TOKENS, net.draft_tokens.cpu().numpy().astype(np.int32))
         for name, text in (texts or {}).items():

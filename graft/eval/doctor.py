@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from graft.core.errors import InputError
 from graft.decode.replay import Replay
@@ -25,7 +26,8 @@ from graft.drafters.dflash_net import DFlashNet, rotary_embedding
 from graft.targets.hf import HFTarget
 from graft.trees.chain import Chain
 
-ANCHORS = 24  # asked a text, at most
+TEXTS, ANCHORS = 32, 16  # asked at most, evenly spaced in each
+TOGETHER = 8  # texts drafted at once
 CLEARLY = 1.15  # a reading is another fault's if it accepts this much more
 SAME = 0.05  # share of drafted tokens that rounding may change
 HOPELESS = 0.15  # drafted tokens an anchor below which nothing was learned that fits
@@ -97,7 +99,7 @@ def readings(net: DFlashNet, target: HFTarget) -> list[Reading]:
         )
     )
     size = len(target.tokenizer)
-    spare = {*range(20), *range(size - 4, size + 4), *target.tokenizer.all_special_ids}
+    spare = {*range(8), *range(size - 2, size + 3), *target.tokenizer.all_special_ids}
     spare |= {config.mask_token_id + 1, config.mask_token_id - 1, target.vocab_size - 1}
     for token in sorted(spare - {config.mask_token_id}):
         if 0 <= token < target.vocab_size:
@@ -131,7 +133,8 @@ class Doctor:
     def __init__(self, net: DFlashNet, target: HFTarget, texts: Sequence[Answered]) -> None:
         self._net, self._target = net, target
         depth = net.config.block_size - 1
-        self._texts = [text for text in texts if len(text.tokens) - text.start > depth + 2]
+        long_enough = [text for text in texts if len(text.tokens) - text.start > depth + 2]
+        self._texts = long_enough[:TEXTS]
         if not self._texts:
             raise InputError(
                 f"no answer is longer than the {depth + 2} tokens that a block and its neighbours "
@@ -146,24 +149,30 @@ class Doctor:
         net = _reread(self._net, reading)
         depth, device = net.config.block_size - 1, self._target.device
         slots = torch.arange(1, depth + 1, device=device) + reading.label_offset
+        taps = self._taps_at(reading.tap_offset)
         hits: list[torch.Tensor] = []
-        for text, taps in zip(self._texts, self._taps_at(reading.tap_offset), strict=True):
-            tokens = text.tokens.to(device)
-            last = len(tokens) - depth - 2  # a label offset looks one further
-            anchors = torch.linspace(text.start, last, ANCHORS, device=device).long().unique()
+        for some in range(0, len(self._texts), TOGETHER):
+            texts = self._texts[some : some + TOGETHER]
+            tokens = pad_sequence([text.tokens for text in texts], batch_first=True).to(device)
+            # A label offset looks one position further than the block.
+            lasts = [len(text.tokens) - depth - 2 for text in texts]
+            spans = [(text.start, last) for text, last in zip(texts, lasts, strict=True)]
+            anchors = torch.stack([torch.linspace(*span, ANCHORS).long() for span in spans])
+            anchors = anchors.to(device)
             hidden = draft_blocks(
                 net,
                 self._target.embed,
-                taps=taps[None],
-                roots=tokens[anchors][None],
-                anchors=anchors[None],
-                seen=(anchors + reading.sees_anchor)[None],
-            )[0, :, 1:]
-            drafted = (hidden.to(self._head.dtype) @ self._head.T).argmax(-1)  # [A, D]
+                taps=pad_sequence(taps[some : some + TOGETHER], batch_first=True),
+                roots=tokens.gather(1, anchors),
+                anchors=anchors,
+                seen=anchors + reading.sees_anchor,
+            )[:, :, 1:]
+            drafted = (hidden.to(self._head.dtype) @ self._head.T).argmax(-1)  # [texts, A, D]
             if net.draft_tokens is not None:
                 drafted = net.draft_tokens.to(device)[drafted]
-            hits.append(drafted == tokens[anchors[:, None] + slots])
-        right = torch.cat(hits).float()
+            ahead = (anchors[..., None] + slots).flatten(1)
+            hits.append(drafted == tokens.gather(1, ahead).view(drafted.shape))
+        right = torch.cat(hits).flatten(0, 1).float()  # [anchors, D]
         if reading.label_offset < 0:  # such a drafter's first slot repeats the root: no credit
             right = right[:, 1:]
         return Finding(reading, right.mean(0).tolist(), float(right.cumprod(-1).sum(-1).mean()))
@@ -172,8 +181,8 @@ class Doctor:
         if offset not in self._taps:
             layers = self._net.config.target_layer_ids
             self._target.tap([layer + offset for layer in layers])
-            texts = [text.tokens.to(self._target.device) for text in self._texts]
-            self._taps[offset] = [self._target.read([text])[1][0] for text in texts]
+            texts = [text.tokens for text in self._texts]
+            self._taps[offset] = self._target.read(texts)
             self._target.tap(layers)
         return self._taps[offset]
 
@@ -186,7 +195,7 @@ def cache_disagreement(drafter: DFlash, target: HFTarget, texts: Sequence[Answer
     differ = total = 0
     for text in texts:
         fresh = drafts_along(drafter.net, target, text.tokens, start=text.start, candidates=1)
-        taps = target.read([text.tokens.to(target.device)])[1][0]
+        taps = target.read([text.tokens.to(target.device)])[0]
         drafter.reset()
         known = 0  # positions whose taps the drafter has
         rounds = Replay(Chain(), drafter.config.block_size - 1)(

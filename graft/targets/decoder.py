@@ -100,9 +100,14 @@ class Decoder:
         )
 
     def run(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        *,
+        blocks: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass over tokens [n] at positions [n].
+        """One pass over tokens [n] at positions [n] through the first `blocks` blocks, or all.
 
         Returns the last block's output [n, H] and the taps [n, n_taps * H].
         """
@@ -112,7 +117,7 @@ class Decoder:
         half = self.head_dim // 2
         cos, sin = cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
         taps: dict[int, torch.Tensor] = {}
-        for index, block in enumerate(self._blocks):
+        for index, block in enumerate(self._blocks[:blocks]):
             qkv = block.qkv(block.attention_norm(x)).view(1, n, -1, self.head_dim).transpose(1, 2)
             rotated, values = qkv.split((heads + kv_heads, kv_heads), 1)
             if block.qk_norm is not None:

@@ -72,22 +72,25 @@ class HFTarget:
         self.cache.commit(path)
 
     @torch.no_grad()  # not inference mode: the taps go into a network that is being trained
-    def read(self, texts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Run finished texts [L_i] side by side, without the cache.
+    def read(self, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Taps [L_i, n_taps * H] of finished texts [L_i], run side by side without the cache."""
+        return list(self._side_by_side(texts, 1 + max(self.decoder.tapped))[1])
 
-        Returns each text's last block output [L_i, H] (`next_logits` continues it) and its taps
-        [L_i, n_taps * H].
-        """
+    @torch.no_grad()
+    def choices(self, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The token that the target itself would put behind every position of texts [L_i]."""
+        hidden, _ = self._side_by_side(texts, None)
+        return [self.decoder.logits(states).argmax(-1) for states in hidden]
+
+    def _side_by_side(
+        self, texts: Sequence[torch.Tensor], blocks: int | None
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         lengths = [len(text) for text in texts]
         positions = torch.cat([torch.arange(n, device=self.device) for n in lengths])
         tokens = torch.cat(list(texts)).to(self.device)
-        hidden, taps = self.decoder.run(tokens, positions, self.decoder.side_by_side(lengths))
-        return list(hidden.split(lengths)), list(taps.split(lengths))
-
-    @torch.no_grad()
-    def next_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, V] after positions whose last block output is `hidden` [n, H]."""
-        return self.decoder.logits(hidden)
+        attend = self.decoder.side_by_side(lengths)
+        hidden, taps = self.decoder.run(tokens, positions, attend, blocks=blocks)
+        return hidden.split(lengths), taps.split(lengths)
 
     def _run(
         self, ids: torch.Tensor, positions: torch.Tensor, *, mask: torch.Tensor | None

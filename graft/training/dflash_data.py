@@ -199,12 +199,10 @@ class ResponseData(L.LightningDataModule):
 
 def check_written_by(target: HFTarget, texts: Sequence[Text]) -> None:
     """Refuse text that this target would not have written (InputError, with the share)."""
-    hidden, _ = target.read([text.tokens for text in texts])
     right = total = 0
-    for text, states in zip(texts, hidden, strict=True):
-        chosen = target.next_logits(states[text.start - 1 : -1]).argmax(-1).cpu()
-        right += int((chosen == text.tokens[text.start :]).sum())
-        total += len(chosen)
+    for text, chosen in zip(texts, target.choices([t.tokens for t in texts]), strict=True):
+        right += int((chosen.cpu()[text.start - 1 : -1] == text.tokens[text.start :]).sum())
+        total += len(text.tokens) - text.start
     if right < LEAST_AGREEMENT * total:
         raise InputError(
             f"the responses do not read like {target.name}'s own: it would have chosen only "

@@ -66,16 +66,17 @@ class DFlashModule(L.LightningModule):
         self._stepped: float | None = None
         self._replayed: list[tuple[str, str, float]] = []  # method, source, tokens a round
         self._depth = net.config.block_size - 1
-        self._decay = decay_weights(self._depth, gamma or default_gamma(net.config.block_size))
+        decay = decay_weights(self._depth, gamma or default_gamma(net.config.block_size))
+        self._decay = decay.to(target.device)
         self._head = target.head_rows(net.draft_tokens)
-        self._rows = rows_of(net.draft_tokens, target.vocab_size)
+        self._rows = rows_of(net.draft_tokens, target.vocab_size).to(target.device)
 
     def transfer_batch_to_device(self, batch: Any, _device: torch.device, _loader: int) -> Any:
         return batch  # texts of many lengths: they go where they are needed
 
     def training_step(self, batch: BlockBatch, _index: int) -> torch.Tensor:
         losses, right, counts = self.block_losses(batch)
-        weights = self._decay.to(losses.device) * counts
+        weights = self._decay * counts
         if self._weighting == "dpace":
             weights = dpace_weights(losses, counts, self._alpha)
         loss = (losses * weights).sum() / weights.sum().clamp_min(1e-9)
@@ -88,7 +89,9 @@ class DFlashModule(L.LightningModule):
         return loss
 
     def _log_speed(self, counts: torch.Tensor) -> None:
-        """Blocks and charged tokens a second since the last step, and the target's share of it."""
+        """Blocks and charged tokens a second since the last step, and the seconds in which the
+        target read (on a GPU: in which it was told to).
+        """
         now = time.perf_counter()
         if self._stepped is not None:
             seconds = now - self._stepped
@@ -124,7 +127,7 @@ class DFlashModule(L.LightningModule):
         lengths = torch.tensor([len(text) for text in texts], device=device)[:, None, None]
         slots = anchors[..., None] + torch.arange(1, self._depth + 1, device=device)
         ahead = slots.clamp_max(tokens.shape[1] - 1).flatten(1)
-        labels = self._rows.to(device)[tokens.gather(1, ahead)].view(slots.shape)
+        labels = self._rows[tokens.gather(1, ahead)].view(slots.shape)
         counts = (slots < lengths) & (labels >= 0)
         losses = hidden.new_zeros(slots.shape, dtype=torch.float32)
         right = torch.zeros_like(counts)
@@ -150,10 +153,10 @@ class DFlashModule(L.LightningModule):
         """Taps [L_i, n_taps * H] of the texts, from the cache where they are known."""
         self._target.tap(self.net.config.target_layer_ids)
         if self._cache is None:
-            return self._target.read(texts)[1]
+            return self._target.read(texts)
         taps = [self._cache.get(index) for index in indices]
         if new := [place for place, known in enumerate(taps) if known is None]:
-            for place, read in zip(new, self._target.read([texts[i] for i in new])[1], strict=True):
+            for place, read in zip(new, self._target.read([texts[i] for i in new]), strict=True):
                 self._cache.put(indices[place], read)
                 taps[place] = read
         return [known.to(self._target.device) for known in taps if known is not None]

@@ -1,4 +1,5 @@
-"""What every training run needs beside its module: its log, and a state to resume from.
+"""What every training run needs beside its module: its log, its best result so far, and a state to
+resume from.
 
 Lightning's own checkpoint is written over its predecessor; here the new one appears whole beside it
 and takes its name, so a kill or a full disk leaves the last good state.
@@ -6,13 +7,13 @@ and takes its name, so a kill or a full disk leaves the last good state.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -46,7 +47,28 @@ class RunLogger(Logger):
         """run.json holds the whole config."""
 
 
-class KeepLast(Checkpoint):
+class KeepBest(L.Callback):
+    """Call `save` whenever a validation is the best so far, so that what was learned is at hand."""
+
+    def __init__(self, monitor: str, save: Callable[[], None]) -> None:
+        self._monitor, self._save = monitor, save
+        self.score = -math.inf
+
+    def state_dict(self) -> dict[str, float]:
+        return {"score": self.score}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.score = state["score"]
+
+    def on_validation_end(self, trainer: L.Trainer, _: Any) -> None:
+        score = float(trainer.callback_metrics[self._monitor])
+        if score > self.score:
+            self.score = score
+            if trainer.is_global_zero:
+                self._save()
+
+
+class KeepLast(L.Callback):
     """Save the whole training state every `every` optimiser steps, and count the time spent.
 
     Where a validation follows a step, the state is saved after it: Lightning would not make it up.
