@@ -29,7 +29,8 @@ from graft.trees.chain import Chain
 TEXTS, ANCHORS = 32, 16  # asked at most, evenly spaced in each
 TOGETHER = 8  # texts drafted at once
 CLEARLY = 1.15  # a reading is another fault's if it accepts this much more
-SAME = 0.05  # share of drafted tokens that rounding may change
+CLOSE = 0.5  # nats between the best two candidates, within which rounding decides
+SAME = 0.05  # share of clear choices that may differ all the same
 HOPELESS = 0.15  # drafted tokens an anchor below which nothing was learned that fits
 
 
@@ -189,12 +190,12 @@ class Doctor:
 
 @torch.inference_mode()
 def cache_disagreement(drafter: DFlash, target: HFTarget, texts: Sequence[Answered]) -> float:
-    """Share of drafted tokens that decoding, with its draft cache, chooses otherwise than a pass
-    without one. More than rounding: the cache keeps or loses what it should not.
+    """Share of clear choices that decoding, with its draft cache, makes otherwise than a pass
+    without one: the cache keeps or loses what it should not. Close calls may fall to rounding.
     """
     differ = total = 0
     for text in texts:
-        fresh = drafts_along(drafter.net, target, text.tokens, start=text.start, candidates=1)
+        fresh = drafts_along(drafter.net, target, text.tokens, start=text.start, candidates=2)
         taps = target.read([text.tokens.to(target.device)])[0]
         drafter.reset()
         known = 0  # positions whose taps the drafter has
@@ -205,8 +206,10 @@ def cache_disagreement(drafter: DFlash, target: HFTarget, texts: Sequence[Answer
             position = text.start + root
             draft = drafter.propose(int(text.tokens[position]), taps[known:position])
             known = position
-            differ += int((draft.tokens[:, 0] != fresh[root].tokens[:, 0]).sum())
-            total += len(draft.tokens)
+            margins = fresh[root].log_probs[:, 0] - fresh[root].log_probs[:, 1]
+            clear = margins > CLOSE
+            differ += int((clear & (draft.tokens[:, 0] != fresh[root].tokens[:, 0])).sum())
+            total += int(clear.sum())
     return differ / max(1, total)
 
 
@@ -221,9 +224,9 @@ def diagnosis(own: Finding, others: Sequence[Finding], disagreement: float) -> s
         )
     if disagreement > SAME:
         return (
-            f"draft cache: decoding drafts {disagreement:.0%} of its tokens otherwise than a pass "
-            "over the same text without a cache. The cache is not cropped to the committed length "
-            "after every draft, or its rows lie at wrong positions."
+            f"draft cache: decoding makes {disagreement:.0%} of its clear choices otherwise than a "
+            "pass over the same text without a cache. The cache is not cropped to the committed "
+            "length after every draft, or its rows lie at wrong positions."
         )
     if explains:
         return (
