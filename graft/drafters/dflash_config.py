@@ -77,7 +77,7 @@ def for_target(
 ) -> DFlashConfig:
     """A new drafter in the shape of a target's blocks, from its transformers config."""
     raw = target.to_dict()
-    theta, scaling = _rope(raw, "the target")
+    theta, scaling = rope_of(raw, "the target")
     heads = target.num_attention_heads
     return DFlashConfig(
         hidden_size=target.hidden_size,
@@ -120,7 +120,7 @@ def parse(raw: Mapping[str, Any], name: str) -> DFlashConfig:
 
     layers, target_layers = need("num_hidden_layers"), need("num_target_layers")
     ids = inner.get("target_layer_ids") or raw.get("target_layer_ids")
-    theta, scaling = _rope(raw, name)
+    theta, scaling = rope_of(raw, name)
     # As transformers reads a Qwen3 config: no window unless it is switched on, and then in the
     # layers from `max_window_layers` on where `layer_types` does not say.
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
@@ -152,7 +152,7 @@ def parse(raw: Mapping[str, Any], name: str) -> DFlashConfig:
     )
 
 
-def _rope(raw: Mapping[str, Any], name: str) -> tuple[float, dict[str, Any] | None]:
+def rope_of(raw: Mapping[str, Any], name: str) -> tuple[float, dict[str, Any] | None]:
     """RoPE's base and its scaling, None for plain RoPE, from either spelling."""
     new = dict(raw.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in new.values()):

@@ -22,6 +22,7 @@ from graft.decode.replay import Replay
 from graft.drafters.anchors import drafts_along
 from graft.drafters.blocks import draft_blocks
 from graft.drafters.dflash import DFlash
+from graft.drafters.dflash_config import rope_of
 from graft.drafters.dflash_net import DFlashNet, rotary_embedding
 from graft.targets.hf import HFTarget
 from graft.trees.chain import Chain
@@ -111,7 +112,10 @@ def readings(net: DFlashNet, target: HFTarget) -> list[Reading]:
                     mask_token=token,
                 )
             )
-    for theta in sorted({1e4, 1e5, 5e5, 1e6, 1e7, _theta(target)} - {config.rope_theta}):
+    for theta in sorted(
+        {1e4, 1e5, 5e5, 1e6, 1e7, rope_of(target.config.to_dict(), target.name)[0]}
+        - {config.rope_theta}
+    ):
         found.append(
             Reading(
                 f"RoPE: its angles have base {theta:g}, not {config.rope_theta:g}",
@@ -252,8 +256,3 @@ def _reread(net: DFlashNet, reading: Reading) -> DFlashNet:
     twin.config = dataclasses.replace(net.config, **changes)
     twin._rope = rotary_embedding(twin.config).to(net.norm.weight.device)
     return twin
-
-
-def _theta(target: HFTarget) -> float:
-    rope = getattr(target.config, "rope_parameters", None) or {}
-    return float(rope.get("rope_theta") or getattr(target.config, "rope_theta", None) or 1e4)
