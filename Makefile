@@ -5,7 +5,7 @@ BIN := .venv/bin
 TARGET := data/targets/smollm2-135m-instruct
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test bench format clean
+.PHONY: help setup check lint test bench format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -23,12 +23,14 @@ $(TARGET)/origin.json: .venv/.installed
 	@$(BIN)/python scripts/prepare_target.py
 	@touch $@
 
-check: .venv/.installed ## Lint, format check, types, layer contract, fast tests
+check: lint ## Lint and fast tests: before every commit
+	$(BIN)/pytest -m "not slow and not gpu"
+
+lint: .venv/.installed ## Lint, format check, types, layer contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -m "not slow and not gpu"
 
 test: setup ## All tests (sets up first)
 	$(BIN)/pytest

@@ -24,14 +24,17 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+from graft.budgets.cost import CostTable
 from graft.core.clock import Clock
 from graft.core.errors import InputError
-from graft.core.runlog import RunLog
+from graft.core.runlog import RunLog, provenance
 from graft.core.types import Draft, Request, Round
 from graft.decode import autoregressive
 from graft.trees.best_first import expand, expand_reference
 
-ROWS = (1, 8, 16, 32, 64)
+DRAFTER = "the drafter, head and candidates included, ms"
+HOST = ("allocate", "build", "trim", "accept", "commit")  # verbs outside the two passes
+ROWS = (1, 4, 8, 16, 32, 64, 128)  # of a verify pass, root included
 
 
 @stage("bench")
@@ -59,15 +62,30 @@ def main(cfg: DictConfig) -> None:
         "a round": partial(a_round, target, drafter, method, prompt, cfg.new_tokens),
         "memory": partial(memory, method, prompt, cfg.rounds),
     }
+    measured: dict[str, float] = {}
     for title, section in sections.items():
         if not (rows := section()):
             continue
+        measured |= rows
         table = Table(title=title, title_justify="left", box=None, show_header=False)
         for label, value in rows.items():
             table.add_row(label, f"{value:.3g}")
         log.log({f"{title}/{label}": value for label, value in rows.items()})
         console.print(table)
     log.close()
+    table_of_costs(measured, config).save(folder / "cost.json")
+    console.print(f"cost table for scripts/replay.py: {folder / 'cost.json'}", soft_wrap=True)
+
+
+def table_of_costs(measured: Mapping[str, float], config: Any) -> CostTable:
+    """What a round costs here, from the passes and the stages around them."""
+    return CostTable(
+        rows=ROWS,
+        verify=tuple(measured[f"{n} nodes, ms"] / 1e3 for n in ROWS),
+        draft=measured[DRAFTER] / 1e3,
+        host=sum(measured[f"{verb}, ms"] for verb in HOST) / 1e3,
+        made_by=provenance(config),
+    )
 
 
 def medians(functions: Mapping[Any, Callable[[], object]], repeats: int) -> dict[Any, float]:
@@ -113,7 +131,7 @@ def passes(target: Any, drafter: Any, context: int, repeats: int) -> dict[str, f
     }
     functions["drafter"] = partial(drafter.propose, 100, taps[:2])  # two tokens a round
     took = medians(functions, repeats)
-    rows = {"the drafter, head and candidates included, ms": 1e3 * took["drafter"]}
+    rows = {DRAFTER: 1e3 * took["drafter"]}
     rows |= {f"{n} nodes, ms": 1e3 * took[n] for n in ROWS}
     return rows | {f"{n} nodes, AR steps": took[n] / took[1] for n in ROWS[1:]}
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from launch import progress_bar, stage
+from launch import method_of, progress_bar, prompts_of, stage
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -29,8 +29,9 @@ from rich.table import Table
 from graft.core.errors import InputError
 from graft.core.runlog import RunLog, write_atomically
 from graft.core.types import Request
-from graft.data.prompts import Prompt, read_prompts
+from graft.data.prompts import Prompt
 from graft.decode.batched import respond
+from graft.decode.replay import Replay
 from graft.drafters.anchors import drafts_along
 from graft.drafters.dflash import DFlash
 from graft.eval.doctor import (
@@ -52,12 +53,12 @@ CACHE_TEXTS = 4  # decoded again round by round to check the draft cache
 @stage("diagnose_drafter", literal=("prompts",))
 def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
-    prompts = read_prompts(Path(cfg.prompts), cfg.per_set)
+    prompts = prompts_of(cfg)
     target = instantiate(cfg.target)
     drafter = instantiate(cfg.drafter, target=target)
     if not isinstance(drafter, DFlash):
         raise InputError(f"{drafter.name} is not a DFlash drafter; only those can be diagnosed")
-    replays = instantiate(cfg.replays, _convert_="all")
+    replays = {name: Replay.of(method_of(method)) for name, method in cfg.methods.items()}
     header = f"{target.name}, {target.dtype}; {drafter.name}".replace("torch.", "")
     console.print(header, style="dim", soft_wrap=True)
 
@@ -105,7 +106,7 @@ def answer(
     found = []
     with progress_bar(console, "answers") as progress:
         task = progress.add_task("answers", total=len(requests))
-        for done in respond(requests, Slots(target, cfg.slots)):
+        for done in respond(requests, Slots(target, cfg.slots), cut_loops=True):
             if done is not None:
                 prompt, tokens = done.key
                 text = torch.tensor([*tokens, *done.tokens])
@@ -118,7 +119,7 @@ def replay(
     answers: list[tuple[Prompt, Answered]],
     drafter: DFlash,
     target: Any,
-    replays: Any,
+    replays: dict[str, Replay],
     console: Console,
 ) -> list[dict[str, Any]]:
     """Tokens a round of each answer by method; answers too short for a round are left out."""
@@ -130,9 +131,9 @@ def replay(
         response = text.tokens[text.start :].tolist()
         row: dict[str, Any] = {"prompt": prompt.id, "source": prompt.source}
         for name, method in replays.items():
-            rounds = method(response, drafts.__getitem__)
-            if rounds:
-                row[name] = mean(rounds)
+            walk = method(drafts, response)
+            if len(walk.roots):
+                row[name] = walk.mat
         if len(row) > 2:
             rows.append(row)
     if not rows:

@@ -27,6 +27,7 @@ CONF = ROOT / "conf"
 os.environ.setdefault("GRAFT_ROOT", str(ROOT))
 os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach `stage`, which words them
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # it logs errors before it raises them
 
 import hydra
 from hydra.errors import HydraException, InstantiationException
@@ -45,6 +46,7 @@ from rich.progress import (
 
 from graft.core.errors import InputError
 from graft.core.types import Generation
+from graft.data.prompts import Prompt, apply_templates, check_keys, read_prompts
 
 logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
 
@@ -94,6 +96,16 @@ def progress_bar(console: Console, what: str, note: str = "") -> Progress:
     """A bar with count, elapsed time and ETA; `note` is a rich template of task fields."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(what, *columns, TextColumn(note), console=console)
+
+
+def prompts_of(cfg: DictConfig) -> list[Prompt]:
+    """The prompts of a stage on conf/prompted.yaml: the dataset's if one is chosen, else JSONL."""
+    if cfg.get("dataset"):
+        prompts = instantiate(cfg.dataset, limit=cfg.per_set, _convert_="all")
+    else:
+        prompts = apply_templates(read_prompts(Path(cfg.prompts), cfg.per_set), cfg.templates)
+    check_keys(prompts)
+    return prompts
 
 
 def method_of(method: DictConfig) -> partial[Generation]:

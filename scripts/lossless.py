@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from launch import bind, drafts, method_of, progress_bar, stage
+from launch import bind, drafts, method_of, progress_bar, prompts_of, stage
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
 from graft.core.runlog import RunLog, revision, versions
 from graft.core.types import Request
-from graft.data.prompts import Prompt, read_prompts
+from graft.data.prompts import Prompt
 from graft.decode import autoregressive
 from graft.eval.lossless import compare
 
@@ -37,7 +37,7 @@ SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
 @stage("lossless", literal=("prompts",))
 def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
-    prompts = read_prompts(Path(cfg.prompts), cfg.per_set)
+    prompts = prompts_of(cfg)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     methods = {name: method_of(method) for name, method in cfg.methods.items() if drafts(method)}
     target = instantiate(cfg.target)

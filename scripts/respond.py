@@ -1,8 +1,9 @@
 """Let the target answer prompts, as training data for a drafter.
 
     python scripts/respond.py prompts=path/to/prompts out=data/responses/smollm2
+    python scripts/respond.py dataset=gsm8k dataset.split=train out=data/responses/gsm8k
     python scripts/respond.py prompts=... out=... temperature=0.7 slots=128
-    python scripts/respond.py prompts=... out=... 'templates.humaneval="Complete this:\\n{turn}"'
+    python scripts/respond.py prompts=... out=... '+templates.humaneval="Complete this:\\n{turn}"'
 
 Interrupt it at any time: run again, it goes on behind the last whole shard.
 """
@@ -19,14 +20,13 @@ from typing import Any
 
 import pyarrow as pa
 from hydra.utils import instantiate
-from launch import progress_bar, stage
+from launch import progress_bar, prompts_of, stage
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from graft.core.errors import InputError
 from graft.core.runlog import RunLog, provenance
 from graft.core.types import Request
-from graft.data.prompts import Prompt, read_prompts
+from graft.data.prompts import Prompt
 from graft.data.responses import SCHEMA, finished_ids
 from graft.data.shards import next_shard, write_shard
 from graft.decode.batched import Answer, respond
@@ -36,7 +36,7 @@ from graft.targets.slots import Slots
 @stage("respond", literal=("prompts",))
 def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
-    prompts = read_prompts(Path(cfg.prompts), cfg.per_set)
+    prompts = prompts_of(cfg)
     random.Random(cfg.seed).shuffle(prompts)  # so that an interrupted run has some of every set
     target = instantiate(cfg.target)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -64,7 +64,7 @@ def main(cfg: DictConfig) -> None:
         task = progress.add_task("answers", total=len(missing), note="")
         slots = Slots(target, cfg.slots)
         try:
-            for answer in respond(requests, slots):
+            for answer in respond(requests, slots, cut_loops=True):
                 if answer is None:
                     decoded += slots.occupied
                     continue
@@ -96,13 +96,9 @@ def main(cfg: DictConfig) -> None:
 def make_requests(
     prompts: list[Prompt], target: Any, cfg: DictConfig, too_long: list[str]
 ) -> Iterator[tuple[tuple[Prompt, list[int]], Request]]:
-    """First turns in their set's template, through the chat template; long ones are left out."""
+    """First turns through the chat template; long ones are left out."""
     for prompt in prompts:
-        template = cfg.templates.get(prompt.source, "{turn}")
-        if "{turn}" not in template:
-            raise InputError(f"templates.{prompt.source} must contain {{turn}}, got {template!r}")
-        text = template.replace("{turn}", prompt.turns[0])
-        tokens = target.encode_chat([{"role": "user", "content": text}])
+        tokens = target.encode_chat([{"role": "user", "content": prompt.turns[0]}])
         if len(tokens) > cfg.max_prompt_tokens:
             too_long.append(prompt.key)
             continue

@@ -123,7 +123,7 @@ def check_resumable(folder: Path, config: dict[str, Any]) -> None:
 
 def check_monitor(cfg: DictConfig, model: Any, data: Any) -> None:
     """Refuse what would be found out at the first validation, hours from now (InputError)."""
-    known = [f"mat/{name}" for name in cfg.model.replays]
+    known = [f"mat/{name}" for name in cfg.model.methods]
     if cfg.monitor not in known:
         raise InputError(f"monitor={cfg.monitor} is not validated; choose from {', '.join(known)}")
     size = model.net.config.block_size

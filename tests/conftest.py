@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import launch  # sets GRAFT_ROOT, which conf/paths needs
@@ -11,6 +13,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from graft.targets import hf, tiny
+
+# What tests collect is mapped through the cache of `datasets`, which nobody has imported yet: not
+# the user's.
+CACHE = tempfile.TemporaryDirectory(prefix="graft-tests-")
+os.environ["HF_DATASETS_CACHE"] = CACHE.name
 
 # Tiny models are faster on one thread, and on a busy machine many times so.
 THREADS = torch.get_num_threads()

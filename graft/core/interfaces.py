@@ -87,6 +87,11 @@ class Backbone(Protocol):
 class Drafter(Protocol):
     """Proposes D positions in one pass."""
 
+    name: str
+    fingerprint: str  # tells drafters apart whose drafts differ
+    depth: int  # D
+    candidates: int  # K
+
     def reset(self) -> None:
         """Forget the response."""
         ...

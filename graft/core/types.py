@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from graft.core.errors import InputError
 
@@ -28,17 +29,56 @@ class Draft:
     log_probs: (
         np.ndarray
     )  # [D, K] float32, <= 0, non-increasing along K, normalised over all the drafter can propose
-    hidden: torch.Tensor  # [D, H] the drafter's states behind them, on its device
+    cosines: np.ndarray  # [D - 1] float32, r_d: of the states of adjacent depths
+    hidden: torch.Tensor  # [D, H] the drafter's states, on its device; H = 0 if they were not kept
 
     @classmethod
     def from_logits(
         cls, root: int, logits: torch.Tensor, hidden: torch.Tensor, *, candidates: int
     ) -> Draft:
         """Keep the best `candidates` of logits [D, V]; only they leave the device."""
-        return cls.batch([root], logits[None], hidden[None], candidates=candidates)[0]
+        return Drafts.from_logits([root], logits[None], hidden[None], candidates=candidates)[0]
+
+    @property
+    def conf(self) -> float:
+        """Mean probability of the best candidate over depths (DESIGN 5.4)."""
+        return float(np.exp(self.log_probs[:, 0]).mean())
+
+    @property
+    def degen(self) -> float:
+        """How alike the drafter's states are and become: mean(r) + (r_last - r_first), 0 if D = 1.
+
+        DESIGN 5.4. High where it drafts the same thing over and over.
+        """
+        r = self.cosines
+        return float(r.mean() + r[-1] - r[0]) if len(r) else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafts:
+    """Drafts at A roots; indexing gives one."""
+
+    roots: np.ndarray  # [A] int64
+    tokens: np.ndarray  # [A, D, K], and so on as in `Draft`
+    log_probs: np.ndarray
+    cosines: np.ndarray  # [A, D - 1]
+    hidden: torch.Tensor  # [A, D, H]
+
+    def __len__(self) -> int:
+        return len(self.roots)
+
+    def __getitem__(self, i: int) -> Draft:
+        return Draft(
+            int(self.roots[i]), self.tokens[i], self.log_probs[i], self.cosines[i], self.hidden[i]
+        )
+
+    @property
+    def depth(self) -> int:
+        """D."""
+        return self.tokens.shape[1]
 
     @classmethod
-    def batch(
+    def from_logits(
         cls,
         roots: Sequence[int],
         logits: torch.Tensor,
@@ -46,17 +86,35 @@ class Draft:
         *,
         candidates: int,
         vocabulary: torch.Tensor | None = None,
-    ) -> list[Draft]:
-        """One draft a root, from logits [A, D, V] and hidden [A, D, H].
+    ) -> Drafts:
+        """From logits [A, D, V] and hidden [A, D, H].
 
         `vocabulary` [V'] says which tokens logits [A, D, V'] stand for.
         """
         logits = logits.float()
         best = logits.topk(min(candidates, logits.shape[-1]))
-        log_probs = (best.values - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
+        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
         tokens = best.indices if vocabulary is None else vocabulary[best.indices]
-        parts = zip(roots, tokens.cpu().numpy(), log_probs, hidden, strict=True)
-        return [cls(*part) for part in parts]
+        states = hidden.float()
+        cosines = F.cosine_similarity(states[:, 1:], states[:, :-1], dim=-1)
+        return cls(
+            roots=np.array(roots, np.int64),
+            tokens=tokens.cpu().numpy(),
+            log_probs=log_probs.cpu().numpy(),
+            cosines=cosines.cpu().numpy(),
+            hidden=hidden,
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Drafts]) -> Drafts:
+        """One behind the other."""
+        return cls(
+            roots=np.concatenate([part.roots for part in parts]),
+            tokens=np.concatenate([part.tokens for part in parts]),
+            log_probs=np.concatenate([part.log_probs for part in parts]),
+            cosines=np.concatenate([part.cosines for part in parts]),
+            hidden=torch.cat([part.hidden for part in parts]),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +166,11 @@ class RoundState:
     draft: Draft
     context_length: int  # T
     accepted: Sequence[int]  # accepted drafted tokens of every earlier round of this response
+
+    def hist(self, window: int) -> float:
+        """Mean accepted length of the last `window` rounds, 0 before the first (DESIGN 5.4)."""
+        last = self.accepted[-window:]
+        return sum(last) / len(last) if last else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

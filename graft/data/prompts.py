@@ -1,17 +1,25 @@
-"""Prompts as JSONL, one object a line: {"id": "gsm8k-00002", "turns": ["first user turn", ...]}."""
+"""Prompts, from JSONL or from a dataset of the `datasets` library.
+
+JSONL is one object a line: {"id": "gsm8k-00002", "turns": ["first user turn", ...]}.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from graft.core.errors import InputError
+
+BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A benchmark prompt; `source` is the set it belongs to, the file's name."""
+    """A benchmark prompt; `source` is the set it belongs to, for JSONL the file's name."""
 
     id: str
     source: str
@@ -55,3 +63,130 @@ def _read_file(file: Path, limit: int | None) -> list[Prompt]:
     if not prompts:
         raise InputError(f"{file} holds no prompts")
     return prompts
+
+
+def read_dataset(
+    path: str,
+    *,
+    split: str,
+    turns: str | Sequence[str],
+    source: str,
+    name: str | None = None,
+    id: str | None = None,
+    join: str = "\n",
+    template: str = "{turn}",
+    seed: int | None = None,
+    limit: int | None = None,
+) -> list[Prompt]:
+    """The first `limit` rows of a hub id, a local folder or a file, as prompts of set `source`.
+
+    `turns` is a column of strings, of lists of strings or of lists of messages (the user's are the
+    turns), or several columns, those with text joined by `join`. `seed` shuffles first, as
+    published subsets do. Without an `id` column a prompt is named by its row in the unshuffled set.
+    """
+    check_template("dataset.template", template)
+    dataset = _load(path, name, split)
+    columns = [*([turns] if isinstance(turns, str) else turns), *([id] if id else [])]
+    for column in columns:
+        if column not in dataset.column_names:
+            there = ", ".join(dataset.column_names)
+            raise InputError(f"{path} has no column {column}; there are {there}")
+    order = _order(len(dataset), seed)[:limit]
+    prompts = []
+    for place, row in zip(order, dataset.select_columns(columns).select(order), strict=True):
+        found = _turns_of(row, turns, join)
+        if not found or not all(isinstance(turn, str) and turn.strip() for turn in found):
+            raise InputError(f"{path}, row {place + 1}: {turns} must hold text, and not be empty")
+        name_of_row = str(row[id]) if id else f"{source}-{place + 1:05d}"
+        prompts.append(_fill(template, Prompt(name_of_row, source, found)))
+    if not prompts:
+        raise InputError(f"{path} holds no prompts")
+    return prompts
+
+
+def apply_templates(prompts: Sequence[Prompt], templates: Mapping[str, str]) -> list[Prompt]:
+    """First turns in the template of their set, where it has one."""
+    for source, template in templates.items():
+        check_template(f"templates.{source}", template)
+    return [_fill(templates.get(prompt.source, "{turn}"), prompt) for prompt in prompts]
+
+
+def check_template(key: str, template: Any) -> None:
+    """Raise InputError unless a turn has its place in it."""
+    if not isinstance(template, str) or "{turn}" not in template:
+        raise InputError(f"{key} must contain {{turn}}, got {template!r}")
+
+
+def check_keys(prompts: Sequence[Prompt]) -> None:
+    """Raise InputError if two prompts share a key: a resumed run takes one for the other."""
+    counts = Counter(prompt.key for prompt in prompts)
+    for key, count in counts.items():
+        if count > 1:
+            raise InputError(f"{count} prompts are called {key}; ids must be unique within a set")
+
+
+def _load(path: str, name: str | None, split: str) -> Any:
+    """The split as a `datasets.Dataset`; a file or a single saved Dataset is the split itself."""
+    import datasets  # here: it takes a second
+
+    datasets.disable_progress_bars()
+    local = Path(path).expanduser()
+    if not local.exists() and (
+        local.is_absolute() or path.startswith(".") or local.suffix in BUILDERS
+    ):
+        raise InputError(f"dataset.path {path} does not exist")
+    if local.is_file() and local.suffix not in BUILDERS:
+        raise InputError(f"dataset.path {path} must end in one of {', '.join(BUILDERS)}")
+    saved = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
+    try:
+        if any((local / file).exists() for file in saved):
+            loaded = datasets.load_from_disk(str(local))
+        elif local.is_file():
+            builder = BUILDERS[local.suffix]
+            loaded = datasets.load_dataset(builder, data_files=str(local), split="train")
+        else:
+            loaded = datasets.load_dataset(str(local) if local.is_dir() else path, name)
+    except ConnectionError as error:
+        raise InputError(
+            f"cannot reach dataset {path}: {error}; prompts= takes a JSONL file instead"
+        ) from error
+    except IndexError as error:  # of `load_from_disk`, where no rows were saved
+        raise InputError(f"{path} holds no prompts") from error
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        vague = isinstance(error, datasets.exceptions.DatasetGenerationError)
+        reason = " ".join(str(error.__cause__ if vague else error).split())
+        raise InputError(f"cannot load dataset {path}: {reason}") from error
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if split not in loaded:
+        raise InputError(f"{path} has no split {split}; there are {', '.join(loaded)}")
+    return loaded[split]
+
+
+def _order(rows: int, seed: int | None) -> list[int]:
+    """The rows as `dataset.shuffle(seed=seed)` would have them, which does not say where from."""
+    if seed is None:
+        return list(range(rows))
+    from datasets import Dataset
+
+    return list(Dataset.from_dict({"row": range(rows)}).shuffle(seed=seed)["row"])
+
+
+def _turns_of(row: dict[str, Any], turns: str | Sequence[str], join: str) -> tuple[Any, ...]:
+    """What a row holds for turns, which need not be text; nothing if it has another form."""
+    if not isinstance(turns, str):
+        parts = [row[column] for column in turns if row[column]]
+        return (join.join(parts),) if all(isinstance(part, str) for part in parts) else ()
+    value = row[turns]
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        return ()
+    if all(isinstance(message, dict) for message in value):
+        return tuple(m.get("content") for m in value if m.get("role") == "user")
+    return tuple(value)
+
+
+def _fill(template: str, prompt: Prompt) -> Prompt:
+    first, *others = prompt.turns
+    return replace(prompt, turns=(template.replace("{turn}", first), *others))

@@ -1,8 +1,8 @@
-"""Plain decoding of many requests at once: continuous batching, for making training data.
+"""Plain decoding of many requests at once: continuous batching, for making data.
 
-As soon as a response ends, the next request takes its slot. Small models fall into loops; a
-response whose tail repeats itself is ended and cut where the first repeat begins, so that a drafter
-is not taught to copy.
+As soon as a response ends, the next request takes its slot. Small models fall into loops; where the
+text is for training, a response whose tail repeats itself is ended and cut where the first repeat
+begins, so that a drafter is not taught to copy.
 """
 
 from __future__ import annotations
@@ -30,39 +30,45 @@ class Answer:
 
     key: Any  # what the caller gave with the request
     tokens: list[int]  # the stop token included
+    beyond: list[int]  # what the target would say after it, if that was asked for
     stopped: bool  # ended by a stop token
     looped: bool  # ended because it repeated itself, and cut
 
 
 def respond(
-    requests: Iterable[tuple[Any, Request]], target: BatchTarget
+    requests: Iterable[tuple[Any, Request]],
+    target: BatchTarget,
+    *,
+    cut_loops: bool = False,
+    beyond: int = 0,
 ) -> Iterator[Answer | None]:
     """Answer every request; answers come as they finish, and None after every step.
 
-    Raises InputError for a request that outgrows the target's context.
+    `beyond` tokens more are decoded past the end of each, be it a stop token: a round of tree
+    decoding looks that far. Raises InputError for a request that outgrows the target's context.
     """
     waiting = iter(requests)
     running: list[_Running] = []
     while True:
         while target.occupied < target.size and (job := next(waiting, None)) is not None:
             key, request = job
-            check_fits(request, target)
+            check_fits(request, target, beyond=beyond)
             sampler, response = Sampler(request, target.device), Response(request, None)
             response.extend([sampler.draws(target.admit(request.prompt)[None])(0)])
-            running.append(_Running(key, request, sampler, response))
+            running.append(_Running(key, request, sampler, response, []))
         if not running:
             return
         # Backwards: `release` fills a hole with the last slot, which has then been looked at.
         for slot in reversed(range(len(running))):
-            if (answer := running[slot].answer()) is not None:
+            if (answer := running[slot].answer(cut_loops, beyond)) is not None:
                 target.release(slot)
                 running[slot] = running[-1]
                 running.pop()
                 yield answer
         if running:
-            logits = target.step([one.response.tokens[-1] for one in running])
+            logits = target.step([one.last for one in running])
             for one, token in zip(running, _draw(running, logits), strict=True):
-                one.response.extend([token])
+                one.extend(token)
             yield None
 
 
@@ -72,17 +78,29 @@ class _Running:
     request: Request
     sampler: Sampler
     response: Response
+    beyond: list[int]
 
-    def answer(self) -> Answer | None:
+    @property
+    def last(self) -> int:
+        return (self.beyond or self.response.tokens)[-1]
+
+    def extend(self, token: int) -> None:
+        if self.response.finished:
+            self.beyond.append(token)
+        else:
+            self.response.extend([token])
+
+    def answer(self, cut_loops: bool, beyond: int) -> Answer | None:
         """The answer if it has ended."""
         tokens, stopped = self.response.tokens, self.response.stopped
         done = self.response.finished
-        loop = None
-        if not stopped and (done or len(tokens) % CHECK_EVERY == 0):
+        if cut_loops and not stopped and (done or len(tokens) % CHECK_EVERY == 0):
             loop = first_repeat(tokens)
-        if loop is not None:
-            return Answer(self.key, tokens[:loop], stopped=False, looped=True)
-        return Answer(self.key, tokens, stopped=stopped, looped=False) if done else None
+            if loop is not None:
+                return Answer(self.key, tokens[:loop], [], stopped=False, looped=True)
+        if not done or len(self.beyond) < beyond:
+            return None
+        return Answer(self.key, tokens, self.beyond, stopped=stopped, looped=False)
 
 
 def _draw(running: Sequence[_Running], logits: torch.Tensor) -> list[int]:

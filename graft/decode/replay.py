@@ -1,44 +1,97 @@
-"""Decode a finished greedy response again without the target: it is known what it will say.
+"""Decode a finished response again without the target: it is known what it will say.
 
-At T = 0 the accepted path of any tree is the longest one along the target's own continuation, so
-the rounds that decoding would take follow from the response and a draft at every root (DESIGN 5.5).
+With greedy verification, and with draws that are matched against the tree, the accepted path of any
+tree is the longest one along the target's own continuation. So the rounds that decoding would take
+follow from the response and a draft at every root (DESIGN 5.5): no model is needed, and any tree
+builder and budget policy can be walked over the same text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import numba
 import numpy as np
 
-from graft.core.interfaces import TreeBuilder
-from graft.core.tree import accept
-from graft.core.types import Draft
+from graft.core.interfaces import BudgetPolicy, TreeBuilder
+from graft.core.types import Drafts, Generation, RoundState
+
+Tokens = Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Walk:
+    """The R rounds of one response, [R] each."""
+
+    roots: np.ndarray  # int64, where in the response
+    nodes: np.ndarray  # int64, drafted nodes
+    accepted: np.ndarray  # int64, of them
+    elsewhere: np.ndarray  # bool, the token behind the path is a node, under another parent
+
+    @property
+    def committed(self) -> np.ndarray:
+        """Tokens of each round, bonus included."""
+        return self.accepted + 1
+
+    @property
+    def mat(self) -> float:
+        """Mean tokens committed per round (nan without rounds)."""
+        return float(self.committed.mean()) if len(self.roots) else math.nan
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A tree builder at a fixed budget."""
+    """A way of decoding, without its models."""
 
     builder: TreeBuilder
-    budget: int
+    budget: BudgetPolicy
 
-    def __call__(self, response: Sequence[int], draft_at: Callable[[int], Draft]) -> list[int]:
-        """Tokens each round commits, bonus included.
+    @classmethod
+    def of(cls, decode: partial[Generation]) -> Replay:
+        """Of a method as conf/method has it: `loop.generate` with its builder and policy."""
+        return cls(decode.keywords["builder"], decode.keywords["budget"])
 
-        `draft_at(i)` is the draft whose root is response token i. Rounds whose deepest position
-        would lie past the end are left out: what the target would say there is unknown.
+    def __call__(
+        self, drafts: Drafts, response: Tokens, beyond: Tokens = (), *, start: int = 0
+    ) -> Walk:
+        """Walk `response`, as `loop.generate` would for the same prompt of `start` tokens.
+
+        Draft i has response token i as its root. `beyond` is what the target says after the
+        response: with D - 1 tokens of it every round is that of real decoding; without them the
+        last rounds, which look past the end, are left out.
         """
-        rounds: list[int] = []
+        text = np.array([*response, *beyond], np.int64)
+        last = min(len(response) - 1, len(text) - drafts.depth)  # one past the last root
+        rounds: list[tuple[int, int, int, bool]] = []
+        accepted: list[int] = []
         root = 0
-        while root + 1 < len(response):
-            draft = draft_at(root)
-            if root + len(draft.tokens) >= len(response):
-                break
-            tree = self.builder.build(draft, self.budget)
-            # No node carries -1: the walk ends with the response.
-            after = np.append(response[root + 1 :], -1)[tree.depths]  # [N] what follows each node
-            path, _ = accept(tree, after.tolist().__getitem__)
-            rounds.append(len(path))
-            root += len(path)
-        return rounds
+        while root < last:
+            draft = drafts[root]
+            allocated = self.budget.allocate(RoundState(draft, start + root, accepted))
+            tree = self.builder.build(draft, allocated)
+            tree = tree.prefix(self.budget.trim(tree, start + root))
+            along, elsewhere = _follow(tree.tokens, tree.parents, tree.depths, text[root + 1 :])
+            rounds.append((root, len(tree) - 1, along, elsewhere))
+            accepted.append(along)
+            root += along + 1
+        columns = zip(*rounds, strict=True) if rounds else ((),) * 4
+        types = (np.int64, np.int64, np.int64, np.bool_)
+        return Walk(*(np.array(c, t) for c, t in zip(columns, types, strict=True)))
+
+
+@numba.njit(cache=True)
+def _follow(tokens, parents, depths, text):
+    """Nodes accepted along `text`, and whether its next token hangs under another parent."""
+    at, along = 0, 0
+    for node in range(1, len(tokens)):  # one sweep is enough: a parent precedes its children
+        if parents[node] == at and along < len(text) and tokens[node] == text[along]:
+            at = node
+            along += 1
+    if along < len(text):
+        for node in range(1, len(tokens)):
+            if depths[node] == along + 1 and tokens[node] == text[along]:
+                return along, True
+    return along, False

@@ -33,9 +33,12 @@ class Response:
             self._on_tokens(self.tokens[before:])
 
 
-def check_fits(request: Request, target: Target | BatchTarget) -> None:
-    """Refuse a request that would outgrow the target's context (InputError, with the numbers)."""
-    needed = len(request.prompt) + request.max_new_tokens
+def check_fits(request: Request, target: Target | BatchTarget, *, beyond: int = 0) -> None:
+    """Refuse a request that would outgrow the target's context (InputError, with the numbers).
+
+    `beyond` tokens are wanted past the end of the response.
+    """
+    needed = len(request.prompt) + request.max_new_tokens + beyond
     if needed > target.max_context:
         raise InputError(
             f"the prompt has {len(request.prompt)} tokens and max_new_tokens is "

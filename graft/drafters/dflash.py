@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from graft.core.errors import InputError
+from graft.core.fingerprint import fingerprint
 from graft.core.interfaces import Backbone
 from graft.core.kv_cache import KVCache
 from graft.core.linear import FusedLinear, can_pack, cast_parameters, pack_linears
-from graft.core.types import Draft
+from graft.core.types import Draft, Drafts
 from graft.drafters import dflash_checkpoint
 from graft.drafters.dflash_config import DFlashConfig, for_target
 from graft.drafters.dflash_net import DFlashNet
@@ -33,7 +34,10 @@ class DFlash:
         if candidates < 1:
             raise InputError(f"drafter.candidates must be at least 1, not {candidates}")
         self.name, self.config, self._target = name, config, target
-        self.candidates = candidates
+        choices = target.vocab_size if net.draft_tokens is None else len(net.draft_tokens)
+        self.depth, self.candidates = config.block_size - 1, min(candidates, choices)
+        vocabulary = "" if net.draft_tokens is None else str(net.draft_tokens.tolist())
+        self.fingerprint = fingerprint(net, f"{config} {vocabulary}")
         cast_parameters(net, target.device, target.dtype)
         self.net = net
         if can_pack(net.fc.weight):
@@ -72,14 +76,13 @@ class DFlash:
         self._block[0] = root
         block = self._target.embed(self._block)[None]
         hidden = self.net(block, positions[None, new:], self._attend)[:, 1:]
-        (draft,) = Draft.batch(
+        return Drafts.from_logits(
             [root],
             self.head(hidden),
             hidden,
             candidates=self.candidates,
             vocabulary=self._vocabulary,
-        )
-        return draft
+        )[0]
 
     def _attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -36,9 +36,10 @@ class Noisy:
     ) -> None:
         if depth < 1 or candidates < 1:
             raise InputError("drafter.depth and drafter.candidates must be at least 1")
-        self._target, self._depth, self._noise, self._seed = target, depth, noise, seed
-        self._candidates = candidates
+        self._target, self._noise, self._seed = target, noise, seed
+        self.depth, self.candidates = depth, min(candidates, target.vocab_size)
         self.name = f"the target itself, blurred by {noise}"
+        self.fingerprint = f"noisy-{depth}-{candidates}-{noise}-{seed}"
         self.reset()
 
     def reset(self) -> None:
@@ -52,14 +53,14 @@ class Noisy:
         self._ahead = self._ahead[len(taps) :]
         if not self._ahead or self._ahead[0][0] != root:
             self._ahead = [(root, self._next([root]))]
-        while len(self._ahead) < self._depth:
+        while len(self._ahead) < self.depth:
             token = int(self._ahead[-1][1].argmax())
             self._ahead.append((token, self._next([*(t for t, _ in self._ahead), token])))
         logits = torch.stack([logits for _, logits in self._ahead]).float()
         blur = torch.randn(logits.shape, generator=self._generator, device=logits.device)
         logits = logits + self._noise * blur
-        hidden = logits.new_empty(self._depth, 0)
-        return Draft.from_logits(root, logits, hidden, candidates=self._candidates)
+        hidden = logits.new_empty(self.depth, 0)
+        return Draft.from_logits(root, logits, hidden, candidates=self.candidates)
 
     def _next(self, tokens: list[int]) -> torch.Tensor:
         """The target's logits [V] after the context and these tokens."""

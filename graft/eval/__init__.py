@@ -1,1 +1,3 @@
-"""Numbers about decoding: `lossless` compares methods with plain decoding, token by token."""
+"""Numbers and pictures about decoding: `replay` of collected responses under any method, `fate` of
+a round, `plots`; `lossless` compares with plain decoding token by token, `doctor` examines drafters.
+"""

@@ -12,11 +12,12 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from graft.budgets.fixed import Fixed
 from graft.core.errors import InputError
 from graft.decode.replay import Replay
 from graft.drafters.anchors import drafts_along
@@ -172,7 +173,8 @@ class Doctor:
                 anchors=anchors,
                 seen=anchors + reading.sees_anchor,
             )[:, :, 1:]
-            drafted = (hidden.to(self._head.dtype) @ self._head.T).argmax(-1)  # [texts, A, D]
+            hidden = hidden.to(self._head.dtype).contiguous()  # or the head would be copied
+            drafted = F.linear(hidden, self._head).argmax(-1)  # [texts, A, D]
             if net.draft_tokens is not None:
                 drafted = net.draft_tokens.to(device)[drafted]
             ahead = (anchors[..., None] + slots).flatten(1)
@@ -203,16 +205,14 @@ def cache_disagreement(drafter: DFlash, target: HFTarget, texts: Sequence[Answer
         taps = target.read([text.tokens.to(target.device)])[0]
         drafter.reset()
         known = 0  # positions whose taps the drafter has
-        rounds = Replay(Chain(), drafter.config.block_size - 1)(
-            text.tokens[text.start :].tolist(), fresh.__getitem__
-        )
-        for root in accumulate(rounds[:-1], initial=0):
+        walk = Replay(Chain(), Fixed(drafter.depth))(fresh, text.tokens[text.start :].tolist())
+        for root in walk.roots:
             position = text.start + root
             draft = drafter.propose(int(text.tokens[position]), taps[known:position])
             known = position
-            margins = fresh[root].log_probs[:, 0] - fresh[root].log_probs[:, 1]
-            clear = margins > CLOSE
-            differ += int((clear & (draft.tokens[:, 0] != fresh[root].tokens[:, 0])).sum())
+            log_probs = fresh.log_probs[root]
+            clear = log_probs[:, 0] - log_probs[:, 1] > CLOSE
+            differ += int((clear & (draft.tokens[:, 0] != fresh.tokens[root, :, 0])).sum())
             total += int(clear.sum())
     return differ / max(1, total)
 

@@ -8,7 +8,6 @@ mask of its own.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from graft.core.errors import InputError
+from graft.core.fingerprint import fingerprint
 from graft.core.types import DraftTree, Step
 from graft.targets.decoder import Decoder
 from graft.targets.family import family_of
@@ -35,7 +35,8 @@ class HFTarget:
         self.config, family = config, family_of(config)
         _check_finite(model, name)
         self.name, self.tokenizer = name, tokenizer
-        self.fingerprint = _fingerprint(model, tokenizer)
+        vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+        self.fingerprint = fingerprint(model, vocabulary)
         self.hidden_size, self.max_context = config.hidden_size, config.max_position_embeddings
         self.stop_tokens = _stop_tokens(model, tokenizer)
         self._chat_options = family.chat_options
@@ -77,10 +78,21 @@ class HFTarget:
         return list(self._side_by_side(texts, 1 + max(self.decoder.tapped))[1])
 
     @torch.no_grad()
+    def read_through(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A finished text [L] through all blocks: what `logits` takes [L, H], and the taps."""
+        (hidden,), (taps,) = self._side_by_side([text], None)
+        return hidden, taps
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, V] behind positions of a text that was read through: hidden [n, H]."""
+        return self.decoder.logits(hidden)
+
+    @torch.no_grad()
     def choices(self, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The token that the target itself would put behind every position of texts [L_i]."""
         hidden, _ = self._side_by_side(texts, None)
-        return [self.decoder.logits(states).argmax(-1) for states in hidden]
+        return [self.logits(states).argmax(-1) for states in hidden]
 
     def _side_by_side(
         self, texts: Sequence[torch.Tensor], blocks: int | None
@@ -220,15 +232,6 @@ def _stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     eos = getattr(model.generation_config, "eos_token_id", None)
     ids = list(eos) if isinstance(eos, (list, tuple)) else [eos]
     return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
-
-
-def _fingerprint(model: Any, tokenizer: Any) -> str:
-    """Twelve hex digits of the vocabulary and a sample of the weights, alike in every dtype."""
-    digest = hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        sample = parameter.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
-        digest.update(name.encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:12]
 
 
 def _check_finite(model: torch.nn.Module, name: str) -> None:

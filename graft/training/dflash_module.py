@@ -12,6 +12,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from graft.core.errors import InputError
+from graft.core.types import Generation
 from graft.decode.replay import Replay
 from graft.drafters.anchors import drafts_along
 from graft.drafters.blocks import draft_blocks
@@ -45,7 +47,7 @@ class DFlashModule(L.LightningModule):
         net: DFlashNet,
         target: HFTarget,
         *,
-        replays: Mapping[str, Replay],
+        methods: Mapping[str, partial[Generation]],
         weighting: Literal["decay", "dpace"] = "decay",
         gamma: float | None = None,
         alpha: float = 0.5,
@@ -59,7 +61,8 @@ class DFlashModule(L.LightningModule):
         super().__init__()
         if weighting not in ("decay", "dpace"):
             raise InputError(f"model.weighting must be decay or dpace, not {weighting}")
-        self.net, self._target, self._replays = net, target, dict(replays)
+        self.net, self._target = net, target
+        self._replays = {name: Replay.of(method) for name, method in methods.items()}
         self._weighting, self._alpha, self._tap_dropout = weighting, alpha, tap_dropout
         self._lr, self._weight_decay, self._warmup = lr, weight_decay, warmup
         self._flex, self._cache = flex, cache
@@ -169,8 +172,9 @@ class DFlashModule(L.LightningModule):
         drafts = drafts_along(self.net, self._target, text.tokens, start=text.start)
         answer = text.tokens[text.start :].tolist()
         for name, replay in self._replays.items():
-            if rounds := replay(answer, drafts.__getitem__):
-                self._replayed.append((name, text.source, sum(rounds) / len(rounds)))
+            walk = replay(drafts, answer)
+            if len(walk.roots):
+                self._replayed.append((name, text.source, walk.mat))
 
     def on_validation_epoch_end(self) -> None:
         rows, self._replayed = self._replayed, []
