@@ -73,18 +73,23 @@ def main(cfg: DictConfig) -> None:
         log.log({f"{title}/{label}": value for label, value in rows.items()})
         console.print(table)
     log.close()
-    table_of_costs(measured, config).save(folder / "cost.json")
+    models = {
+        "target": target.fingerprint,
+        "drafter": drafter.fingerprint,
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
+    table_of_costs(measured, models | provenance(config)).save(folder / "cost.json")
     console.print(f"cost table for scripts/replay.py: {folder / 'cost.json'}", soft_wrap=True)
 
 
-def table_of_costs(measured: Mapping[str, float], config: Any) -> CostTable:
+def table_of_costs(measured: Mapping[str, float], made_by: Mapping[str, Any]) -> CostTable:
     """What a round costs here, from the passes and the stages around them."""
     return CostTable(
         rows=ROWS,
         verify=tuple(measured[f"{n} nodes, ms"] / 1e3 for n in ROWS),
         draft=measured[DRAFTER] / 1e3,
         host=sum(measured[f"{verb}, ms"] for verb in HOST) / 1e3,
-        made_by=provenance(config),
+        made_by=made_by,
     )
 
 

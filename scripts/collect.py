@@ -3,8 +3,8 @@
     python scripts/collect.py
     python scripts/collect.py prompts=path/to/prompts out=data/collected/mine max_new_tokens=200
     python scripts/collect.py what=[anchors] dataset=gsm8k per_set=128 hidden=int8
-    python scripts/collect.py +experiment=qwen3_8b shard=0/8        # one of eight GPUs or machines
-    python scripts/collect.py -m shard=0/2,1/2                      # one after the other, by Hydra
+    CUDA_VISIBLE_DEVICES=3 python scripts/collect.py +experiment=qwen3_8b shard=3/8  # GPU 3 of 8
+    python scripts/collect.py -m shard=0/2,1/2              # one after the other, or by a launcher
 
 OUT/rounds holds every round of real decoding: draft, tree, the target's logits, path, times.
 OUT/anchors holds the target's own responses with a draft at every position: enough to decode them
@@ -23,15 +23,16 @@ import time
 import zlib
 from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from launch import bind, drafts, method_of, progress_bar, prompts_of, stage
+from launch import bind, method_of, progress_bar, prompts_of, stage
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from rich.progress import Progress
 
 from graft.collect.anchors import collect_anchors
 from graft.collect.asking import Asker, Collected, Skipped
@@ -54,18 +55,29 @@ SETTINGS = {"rounds": ("method", "hist_window"), "anchors": ("hidden",)}
 @stage("collect", literal=("prompts",))
 def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
-    part, parts = check(cfg)
+    products, part, parts = check(cfg)
     prompts = prompts_of(cfg)
     prompts.sort(key=lambda prompt: zlib.crc32(prompt.key.encode()))  # some of every set early on
     decode = method_of(cfg.method)
+    replay = Replay.of(decode)
     target = instantiate(cfg.target)
     drafter = instantiate(cfg.drafter, target=target)
-    if "anchors" in cfg.what and not isinstance(drafter, DFlash):
+    if "anchors" in products and not isinstance(drafter, DFlash):
         raise InputError(
             "anchors need a DFlash drafter, which drafts all along a text in a few passes; with "
             f"{drafter.name} use what=[rounds]"
         )
-    asker = Asker(target, {key: cfg[key] for key in SAMPLING}, cfg.max_prompt_tokens, cfg.seed)
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    out = Path(cfg.out)
+    made_by = {what: describe(what, config, target, drafter) for what in SCHEMAS}
+    before = {what: done(out / what, made_by[what], strict=what in products) for what in SCHEMAS}
+    missing = {what: before[what].missing(prompts[part::parts]) for what in products}
+    keep_tokenizer(target.tokenizer, out / "tokenizer")
+    header = f"{target.name}, {target.dtype}; {drafter.name}; into {out}"
+    console.print(header.replace("torch.", ""), style="dim", soft_wrap=True)
+
+    sampling = {key: cfg[key] for key in SAMPLING}
+    asker = Asker(target, sampling, cfg.max_prompt_tokens, cfg.seed, beyond=drafter.depth - 1)
     collectors = {
         "rounds": partial(
             collect_rounds,
@@ -78,62 +90,54 @@ def main(cfg: DictConfig) -> None:
             asker=asker,
             drafter=drafter,
             slots=cfg.slots,
-            replay=Replay.of(decode),
+            replay=replay,
             hidden=cfg.hidden,
         ),
     }
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
     log = RunLog(
         Path(HydraConfig.get().runtime.output_dir), config, stage=cfg.stage, wandb=cfg.logger.wandb
     )
-    header = f"{target.name}, {target.dtype}; {drafter.name}; into {cfg.out}"
-    console.print(header.replace("torch.", ""), style="dim", soft_wrap=True)
-    keep_tokenizer(target.tokenizer, Path(cfg.out) / "tokenizer")
-    for what in cfg.what:
-        folder = Path(cfg.out) / what
-        made_by = describe(what, config, target, drafter)
-        already = done(folder, made_by)
-        chunks = [prompts[i : i + cfg.shard_size] for i in range(0, len(prompts), cfg.shard_size)]
-        missing = [[p for p in chunk if p.key not in already] for chunk in chunks[part::parts]]
-        tally = Tally(what, drafter.depth)
-        turns = sum(len(prompt.turns) for chunk in missing for prompt in chunk)
-        with progress_bar(console, what, "{task.fields[note]}") as progress:
-            task = progress.add_task(what, total=turns, note="")
-            for chunk in filter(None, missing):
-                rows, skipped = [], []
-                for one in collectors[what](chunk):
-                    if isinstance(one, Skipped):
-                        skipped.append(dataclasses.asdict(one))
-                    else:
-                        rows += one.rows
-                    tally.add(one)
-                    progress.update(task, completed=tally.turns, note=tally.note())
-                file = shard_of(folder, [prompt.key for prompt in chunk])
-                table = pa.Table.from_pylist(rows, SCHEMAS[what])
-                write_shard(file, table, made_by | {"skipped": skipped})
+    for what in products:
+        size, mine = cfg.shard_size[what], missing[what]
+        tally = Tally(what, drafter.depth, sum(len(prompt.turns) for prompt in mine))
+        with tally.progress(console):
+            for first in range(0, len(mine), size):
+                chunk = mine[first : first + size]
+                options = {"on_step": tally.step} if what == "anchors" else {}
+                found = list(map(tally.add, collectors[what](chunk, **options)))
+                skipped = [dataclasses.asdict(one) for one in found if isinstance(one, Skipped)]
+                rows = [row for one in found if isinstance(one, Collected) for row in one.rows]
+                file = shard_of(out / what, chunk)
+                says = {"skipped": skipped, "prompts": {p.key: p.digest for p in chunk}}
+                write_shard(file, pa.Table.from_pylist(rows, SCHEMAS[what]), made_by[what] | says)
                 tally.bytes += file.stat().st_size
                 log.log(tally.row())
         console.print(tally.words(), soft_wrap=True)
+        for file, skip in before[what].skipped[:3]:
+            words = (
+                f"left out earlier: {skip['prompt_id']} ({skip['reason']}); delete {file} to retry"
+            )
+            console.print(words, style="dim", soft_wrap=True)
     log.close()
 
 
-def check(cfg: DictConfig) -> tuple[int, int]:
-    """This process's number and how many there are. Raises InputError for what makes no sense."""
-    if unknown := set(cfg.what) - set(SCHEMAS):
-        raise InputError(f"what={','.join(sorted(unknown))}: choose from rounds and anchors")
-    if not cfg.what:
-        raise InputError("what=[] collects nothing; choose from rounds and anchors")
+def check(cfg: DictConfig) -> tuple[list[str], int, int]:
+    """The products, and which part of how many this is. Raises InputError for nonsense."""
+    products = [cfg.what] if isinstance(cfg.what, str) else list(cfg.what or [])
+    if not products or set(products) - set(SCHEMAS):
+        raise InputError(f"what={cfg.what}: choose rounds, anchors or [rounds,anchors]")
     if cfg.hidden not in (None, "int8", "float16"):
         raise InputError(f"hidden must be null, int8 or float16, not {cfg.hidden}")
-    for key in ("shard_size", "hist_window", "slots"):
-        if cfg[key] < 1:
-            raise InputError(f"{key} must be at least 1, not {cfg[key]}")
-    if not drafts(cfg.method):
-        raise InputError("method: plain decoding has no rounds; choose a method that drafts")
+    for key in ("shard_size.rounds", "shard_size.anchors", "hist_window", "slots"):
+        number = OmegaConf.select(cfg, key)
+        if not isinstance(number, int) or number < 1:
+            raise InputError(f"{key} must be a number, at least 1, not {number}")
+    if not isinstance(cfg.max_prompt_tokens, int | None):
+        raise InputError(f"max_prompt_tokens must be a number or null, not {cfg.max_prompt_tokens}")
     part, _, parts = str(cfg.shard).partition("/")
     if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
         raise InputError(f"shard must be i/n with 0 <= i < n (0/8 is the first of 8): {cfg.shard}")
-    return int(part), int(parts)
+    return products, int(part), int(parts)
 
 
 def describe(what: str, config: dict[str, Any], target: Any, drafter: Any) -> dict[str, Any]:
@@ -160,67 +164,84 @@ def keep_tokenizer(tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(partial_folder)
     try:
         partial_folder.rename(folder)
-    except OSError:  # another process was faster
+    except OSError:
         shutil.rmtree(partial_folder)
+        if not folder.exists():  # else another process was faster
+            raise
 
 
 class Tally:
-    """Running totals of one product, over this run."""
+    """Running totals of one product over this run, and how they are shown."""
 
-    def __init__(self, what: str, depth: int) -> None:
-        self._what, self._depth = what, depth
+    def __init__(self, what: str, depth: int, turns: int) -> None:
+        self._what, self._wanted = what, turns
         self._started = time.perf_counter()
-        self._mats: list[float] = []
-        self._committed: list[int] = []
+        self._accepted = np.zeros(depth + 1, np.int64)  # rounds by accepted tokens
         self._skipped: list[Skipped] = []
-        self._model_seconds = 0.0
-        self.turns = self.tokens = self.bytes = 0
+        self._mats = self._model_seconds = 0.0
+        self._turns = self._responses = self._tokens = self._decoded = 0
+        self.bytes = 0
 
-    def add(self, one: Collected | Skipped) -> None:
-        self.turns += one.turns
+    def progress(self, console: Console) -> Progress:
+        self._bar = progress_bar(console, self._what, "{task.fields[note]}")
+        self._task = self._bar.add_task(self._what, total=self._wanted, note="")
+        return self._bar
+
+    def step(self, tokens: int) -> None:
+        """So many tokens were decoded of responses that are not finished."""
+        self._decoded += tokens
+        self._show()
+
+    def add(self, one: Collected | Skipped) -> Collected | Skipped:
+        """Count it in, and hand it on."""
+        self._turns += one.turns
         if isinstance(one, Skipped):
             self._skipped.append(one)
-            return
-        self.tokens += one.tokens
-        self._model_seconds += one.seconds
-        self._mats.append(mean(one.committed))
-        self._committed += one.committed
+        else:
+            self._responses += 1
+            self._tokens += one.tokens
+            self._model_seconds += one.seconds
+            self._mats += sum(one.committed) / len(one.committed)
+            accepted = np.array(one.committed) - 1
+            self._accepted += np.bincount(accepted, minlength=len(self._accepted))
+        self._show()
+        return one
+
+    def _show(self) -> None:
+        rate = max(self._tokens, self._decoded) / self._seconds
+        mat = f"MAT {self._mats / self._responses:.2f}, " if self._responses else ""
+        self._bar.update(self._task, completed=self._turns, note=f"{mat}{rate:.0f} tokens/s")
 
     @property
-    def seconds(self) -> float:
+    def _seconds(self) -> float:
         return time.perf_counter() - self._started
-
-    def note(self) -> str:
-        if not self._mats:
-            return f"{len(self._skipped)} left out"
-        return f"MAT {mean(self._mats):.2f}, {self.tokens / self.seconds:.0f} tokens/s"
 
     def row(self) -> dict[str, float]:
         """For the log: acceptance_d is the share of rounds that accept d drafted tokens or more."""
         row: dict[str, float] = {
-            "responses": len(self._mats),
+            "responses": self._responses,
             "skipped": len(self._skipped),
-            "tokens": self.tokens,
-            "tokens_per_second": self.tokens / self.seconds,
+            "tokens": self._tokens,
+            "tokens_per_second": self._tokens / self._seconds,
             "bytes": self.bytes,
         }
-        if self._mats:
-            row["mat"] = mean(self._mats)
-            for depth in range(1, self._depth + 1):
-                row[f"acceptance_{depth}"] = mean(n > depth for n in self._committed)
+        if self._responses:
+            row["mat"] = self._mats / self._responses
+            reached = self._accepted[::-1].cumsum()[::-1] / self._accepted.sum()
+            row |= {f"acceptance_{d}": float(reached[d]) for d in range(1, len(reached))}
         return {f"{self._what}/{key}": value for key, value in row.items()}
 
     def words(self) -> str:
         """What was made and at which price."""
-        if not self._mats and not self._skipped:
-            return f"{self._what}: all there already"
-        text = f"{self._what}: {len(self._mats)} responses, {self.tokens} tokens"
-        if self._mats:
-            text += f", MAT {mean(self._mats):.2f}"
-            text += f"; {1e3 * self.seconds / self.tokens:.2f} ms a token"
+        if not self._turns:
+            return f"{self._what}: nothing to do, all its prompts are there"
+        text = f"{self._what}: {self._responses} responses, {self._tokens} tokens"
+        if self._responses:
+            text += f", MAT {self._mats / self._responses:.2f}"
+            text += f"; {1e3 * self._seconds / self._tokens:.2f} ms a token"
             if self._model_seconds:
-                text += f", {self.seconds / self._model_seconds:.2f}x the time of decoding alone"
-            entries = {"rounds": len(self._committed), "anchors": self.tokens}[self._what]
+                text += f", {self._seconds / self._model_seconds:.2f}x the time of decoding alone"
+            entries = {"rounds": self._accepted.sum(), "anchors": self._tokens}[self._what]
             text += f"; {self.bytes / entries:.0f} bytes a "
             text += {"rounds": "round", "anchors": "position"}[self._what]
         for skip in self._skipped[:5]:

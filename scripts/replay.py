@@ -28,6 +28,7 @@ from graft.budgets.cost import CostTable
 from graft.core.errors import InputError
 from graft.core.runlog import RunLog, write_atomically
 from graft.data.anchors import Anchors
+from graft.data.collected import MODELS, difference
 from graft.data.rounds import Rounds
 from graft.decode.replay import Replay
 from graft.eval.fate import KINDS
@@ -40,9 +41,13 @@ def main(cfg: DictConfig) -> None:
     methods = {name: Replay.of(method_of(method)) for name, method in cfg.methods.items()}
     if cfg.baseline not in methods:
         raise InputError(f"baseline={cfg.baseline} is no method; there are {', '.join(methods)}")
-    cost = CostTable.load(Path(cfg.cost)) if cfg.cost else None
-    anchors = Anchors([Path(folder) for folder in cfg.collected])
+    anchors = Anchors(paths(cfg.collected))
     made_by = anchors.made_by
+    cost = None
+    if cfg.cost:
+        cost = CostTable.load(Path(cfg.cost))
+        models = {key: made_by[key]["fingerprint"] for key in ("target", "drafter")}
+        cost.check_fits(models | {"dtype": made_by["settings"]["dtype"]})
     console.print(
         f"{made_by['target']['name']}; {made_by['drafter']['name']}; {len(anchors)} responses, "
         f"D = {anchors.depth}, K = {anchors.candidates}, {made_by['settings']['dtype']}, "
@@ -54,9 +59,9 @@ def main(cfg: DictConfig) -> None:
         started = time.perf_counter()
         found = replay_all(progress.track(anchors, total=len(anchors)), methods)
         seconds = time.perf_counter() - started
-    for folder in cfg.check:
-        if (Path(folder) / "rounds").is_dir():
-            console.print(against_reality(anchors, Path(folder)), soft_wrap=True, end="\n\n")
+    for folder in paths(cfg.check):
+        if (folder / "rounds").is_dir():
+            console.print(against_reality(anchors, folder), soft_wrap=True, end="\n\n")
     summaries = summarise(found, baseline=cfg.baseline, cost=cost, seed=cfg.seed)
 
     for table in (
@@ -80,18 +85,22 @@ def main(cfg: DictConfig) -> None:
         folder / "replay.json", json.dumps({"made_by": made_by, "methods": rows}) + "\n"
     )
     for row in rows:
-        log.log(row)
+        log.log({f"{row['name']}/{key}": value for key, value in row.items()})
     log.close()
+
+
+def paths(folders: Any) -> list[Path]:
+    """One folder or a list of them."""
+    return [Path(folder) for folder in ([folders] if isinstance(folders, str) else folders)]
 
 
 def against_reality(anchors: Anchors, folder: Path) -> str:
     """What replay says of the rounds that were recorded beside the anchors, or elsewhere."""
     rounds = Rounds([folder])
-    for key in ("target", "drafter", "shape"):
-        if rounds.made_by[key] != anchors.made_by[key]:
-            raise InputError(
-                f"{folder}/rounds has another {key} than the anchors; leave it out of check="
-            )
+    if apart := difference(rounds.made_by, anchors.made_by, MODELS):
+        raise InputError(
+            f"{folder}/rounds has another {apart} than the anchors; take it from check="
+        )
     method = Replay.of(method_of(OmegaConf.create(rounds.made_by["settings"]["method"])))
     found = agreement(anchors, rounds, method)
     text = (
@@ -105,23 +114,21 @@ def against_reality(anchors: Anchors, folder: Path) -> str:
 
 def overview(summaries: Sequence[Summary], baseline: str) -> Group:
     """What a method commits, and what that is worth."""
-    headings = ["method", "nodes", "MAT [95 %]", f"over {baseline} [95 %]", "pooled"]
+    headings = ["method", "nodes", "pooled", "MAT [95 %]", f"% over {baseline} [95 %]"]
     timed = summaries[0].speedup is not None
     lines = []
     for s in summaries:
         line = [
             s.name,
             f"{s.nodes:.1f}",
-            "{:.2f} [{:.2f}, {:.2f}]".format(s.mat, *s.mat_interval),
-            "{:+.1f} % [{:+.1f}, {:+.1f}]".format(
-                *(100 * gain for gain in (s.gain, *s.gain_interval))
-            ),
             f"{s.pooled:.2f}",
+            "{:.2f} [{:.2f}, {:.2f}]".format(s.mat, *s.mat_interval),
+            "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * gain for gain in (s.gain, *s.gain_interval))),
         ]
         if s.tokens_per_second is not None and s.speedup is not None:
             line += [f"{s.tokens_per_second:.1f}", f"{s.speedup:.2f}x"]
         lines.append(line)
-    return table("tokens a round", headings + (["tokens/s", "over AR"] if timed else []), lines)
+    return table("tokens a round", headings + (["tok/s", "over AR"] if timed else []), lines)
 
 
 def why_rounds_end(summaries: Sequence[Summary]) -> Group:
@@ -159,7 +166,7 @@ def by_rank(summaries: Sequence[Summary]) -> Group:
 def table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -> Group:
     out = Table(box=None, pad_edge=False)
     for place, heading in enumerate(headings):
-        out.add_column(heading, justify="right" if place else "left")
+        out.add_column(heading, justify="right" if place else "left", no_wrap=True)
     for line in lines:
         out.add_row(*line)
     return Group(Text(title, "italic"), out)

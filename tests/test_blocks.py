@@ -9,7 +9,7 @@ from test_dflash import TIGHT, VARIANTS, network
 
 from graft.drafters import blocks, dflash
 from graft.drafters.anchors import drafts_along
-from graft.drafters.blocks import draft_blocks, visible
+from graft.drafters.blocks import context_of, draft_blocks, visible
 from graft.targets import tiny
 
 TOKENS = torch.randint(0, 250, (60,), generator=torch.Generator().manual_seed(0))
@@ -75,7 +75,8 @@ def hidden_under(kernel, net, target, monkeypatch, *, flex: bool = False) -> tor
     target.tap(net.config.target_layer_ids)
     taps = torch.stack(target.read([TOKENS[:45], TOKENS[10:55]]))
     roots = torch.stack([TOKENS[:45], TOKENS[10:55]]).gather(1, anchors)
-    return draft_blocks(net, target.embed, taps=taps, roots=roots, anchors=anchors, flex=flex)
+    context = context_of(net, taps)
+    return draft_blocks(net, target.embed, context=context, roots=roots, anchors=anchors, flex=flex)
 
 
 def test_the_kernels_agree(net, target, monkeypatch):

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import weakref
+from functools import partial
 from pathlib import Path
 
 import collect
@@ -19,8 +21,8 @@ from test_scripts import run
 
 from graft.budgets.fixed import Fixed
 from graft.collect import anchors as collecting
-from graft.collect.anchors import answer_all
-from graft.collect.asking import Asker, LeaveOut, Skipped
+from graft.collect.anchors import answer_all, collect_anchors
+from graft.collect.asking import Asker, Collected, LeaveOut, Skipped
 from graft.collect.rounds import Recorder, collect_rounds, judgements
 from graft.core.errors import InputError
 from graft.core.types import Draft, Request, Round
@@ -30,6 +32,7 @@ from graft.data.prompts import Prompt
 from graft.data.rounds import VERBS, Rounds
 from graft.data.shards import read_shard, shard_files
 from graft.decode import autoregressive, loop
+from graft.decode.replay import Replay
 from graft.drafters import anchors as drafting
 from graft.drafters.anchors import judged_drafts
 from graft.drafters.dflash import untrained
@@ -119,7 +122,7 @@ def test_degen_rises_with_states_that_grow_alike():
 
 def test_the_targets_own_answers_are_fed_back():
     target = tiny.load(device="cpu")
-    asker = Asker(target, {"max_new_tokens": 12}, max_prompt_tokens=500, seed=0)
+    asker = Asker(target, {"max_new_tokens": 12}, max_prompt_tokens=500, seed=0, beyond=6)
     talk = Prompt("p-1", "p", ("first question", "second question", "third"))
     decode = lambda request, **hooks: loop.generate(  # noqa: E731
         request, target=target, drafter=Noisy(target), builder=DDTree(), budget=Fixed(8), **hooks
@@ -141,7 +144,7 @@ def test_the_targets_own_answers_are_fed_back():
 
 def test_a_prompt_that_is_too_long_or_too_much_is_left_out_with_its_reason():
     target = tiny.load(device="cpu")
-    asker = Asker(target, {"max_new_tokens": 8}, max_prompt_tokens=160, seed=0)
+    asker = Asker(target, {"max_new_tokens": 8}, max_prompt_tokens=160, seed=0, beyond=6)
     prompts = [Prompt(f"p-{i}", "p", ("x" * n, "again")) for i, n in enumerate((5, 190, 6, 7))]
 
     def decode(request, **hooks):
@@ -158,40 +161,91 @@ def test_a_prompt_that_is_too_long_or_too_much_is_left_out_with_its_reason():
     assert skipped["p-2"].reason.startswith("out of memory: [enforce fail]")
     kept = [one.prompt_id for one in found if not isinstance(one, Skipped)]
     assert kept == ["p-0", "p-0", "p-3", "p-3"]
-    asker = Asker(target, {"max_new_tokens": 1000}, max_prompt_tokens=60, seed=0)
+    asker = Asker(target, {"max_new_tokens": 1000}, max_prompt_tokens=60, seed=0, beyond=20)
     with pytest.raises(LeaveOut, match="outgrow the target's context of 1024"):
-        asker.request(prompts[0], 0, [{"role": "user", "content": "x"}], beyond=20)
+        asker.request(prompts[0], 0, [{"role": "user", "content": "x"}])
 
 
 def test_a_batch_out_of_memory_is_split_until_one_alone_is_left_out(monkeypatch):
     target = tiny.load(device="cpu")
-    asker = Asker(target, {"max_new_tokens": 10}, max_prompt_tokens=500, seed=0)
-    asked = [
-        ((Prompt(f"p-{i}", "p", ("x",)), []), Request(PROMPT[i:], 10, seed=i)) for i in range(7)
-    ]
-    largest = []
+    asker = Asker(target, {"max_new_tokens": 10}, max_prompt_tokens=500, seed=0, beyond=2)
+    requests = {f"p-{i}": Request(PROMPT[i:], 10, seed=i) for i in range(7)}
+    alive: list[weakref.ref] = []
+    together = []
 
     class Small(collecting.Slots):
-        """No memory for the prompt of number 3, nor for more than two at a time."""
+        """No memory for the prompt of number 3, for three at a time, or beside another batch."""
+
+        def __init__(self, *arguments) -> None:
+            assert not any(batch() for batch in alive), "the batch that failed is still held"
+            super().__init__(*arguments)
+            alive.append(weakref.ref(self))
 
         def admit(self, prompt):
-            largest.append(self.occupied + 1)
+            together.append(self.occupied + 1)
             if self.occupied == 2 or list(prompt) == PROMPT[3:]:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
             return super().admit(prompt)
 
     monkeypatch.setattr(collecting, "Slots", Small)
-    found = answer_all(asked, asker, 8, 2, lambda tokens: None)
-    assert sorted(talk[0].key for talk, _, _ in found) == [f"p-{i}" for i in range(7)]
-    for talk, request, answer in found:
-        i = int(talk[0].key[-1])
-        if i == 3:
-            assert "CUDA out of memory" in str(answer)
-            continue
-        longer = Request(request.prompt, 12, seed=i)
+    found = answer_all(requests, asker, 8, lambda tokens: None)
+    assert sorted(found) == sorted(requests)
+    assert "CUDA out of memory" in found.pop("p-3")
+    for key, answer in found.items():
+        longer = Request(requests[key].prompt, 12, seed=int(key[-1]))
         plain = autoregressive.generate(longer, target=target).tokens
         assert [*answer.tokens, *answer.beyond] == plain
-    assert max(largest) == 3
+    assert max(together) == 3
+
+
+def test_a_response_of_one_token_leaves_no_row_and_ends_no_talk():
+    target = tiny.load(device="cpu")
+    drafter = untrained(target, layers=1, block_size=3, mask_token_id=258, taps=1, candidates=4)
+    asker = Asker(target, {"max_new_tokens": 6}, None, seed=0, beyond=drafter.depth - 1)
+
+    def first_token(*texts: str) -> int:
+        messages = [{"role": "user", "content": texts[0]}]
+        for text in texts[1:]:
+            messages += [{"role": "assistant", "content": ""}, {"role": "user", "content": text}]
+        request = asker.request(Prompt("p-1", "p", texts), 0, messages)
+        return autoregressive.generate(request, target=target).tokens[0]
+
+    stop = first_token("a")
+    other = next(text for text in "bcdefgh" if first_token("a", text) != stop)
+    talk = Prompt("p-1", "p", ("a", other))
+    target.stop_tokens = frozenset({stop})
+    decode = partial(
+        loop.generate, target=target, drafter=drafter, builder=DDTree(), budget=Fixed(4)
+    )
+    replay = Replay(DDTree(), Fixed(4))
+    for found in (
+        list(collect_rounds([talk], asker, decode, hist_window=8)),
+        list(collect_anchors([talk], asker, drafter, slots=2, replay=replay)),
+    ):
+        assert [one.turn for one in found] == [0, 1]
+        assert isinstance(found[0], Skipped)
+        assert "one token" in found[0].reason
+        assert isinstance(found[1], Collected)
+
+
+@pytest.mark.parametrize(("block_size", "candidates"), [(2, 4), (4, 300)])
+def test_anchors_of_one_depth_and_of_more_candidates_than_tokens(block_size, candidates):
+    target = tiny.load(device="cpu")
+    drafter = untrained(
+        target, layers=1, block_size=block_size, mask_token_id=258, taps=1, candidates=candidates
+    )
+    asker = Asker(target, {"max_new_tokens": 9}, None, seed=0, beyond=drafter.depth - 1)
+    replay = Replay(DDTree(), Fixed(4))
+    prompts = [Prompt("p-1", "p", ("a",))]
+    (one,) = collect_anchors(prompts, asker, drafter, slots=2, replay=replay)
+    decode = partial(
+        loop.generate, target=target, drafter=drafter, builder=DDTree(), budget=Fixed(4)
+    )
+    (real,) = collect_rounds(prompts, asker, decode, hist_window=8)
+    assert list(one.committed) == real.committed
+    K = drafter.candidates
+    assert min(candidates, target.vocab_size) == K
+    assert len(one.rows[0]["candidates"]) == 8 * (block_size - 1) * K
 
 
 # ---- through the script and the disk
@@ -218,7 +272,8 @@ def collection(monkeypatch, tmp_path, capsys):
             f"out={tmp_path / out}",
             "target.dtype=float32",
             "max_new_tokens=12",
-            "shard_size=2",
+            "shard_size.rounds=2",
+            "shard_size.anchors=2",
             "drafter.candidates=4",
             *arguments,
         )
@@ -282,14 +337,21 @@ def test_parts_add_up_to_the_whole_and_more_prompts_go_behind(collection, tmp_pa
     for part in ("shard=1/3", "shard=0/3", "shard=2/3"):
         assert collection("parts", part)[0] == 0
     for what in ("rounds", "anchors"):
-        assert table_of(tmp_path / "parts" / what) == table_of(tmp_path / "whole" / what)
+        parts, whole = (
+            [row for rows in table_of(tmp_path / out / what).values() for row in rows]
+            for out in ("parts", "whole")
+        )
+        assert sorted(parts, key=repr) == sorted(whole, key=repr)
     assert collection("grown", "per_set=4")[0] == 0
     code, out, _ = collection("grown")
     assert code == 0
     assert "rounds: 7 responses" in out, "five prompts, two with a second turn"
-    keys = [one.key for one in Anchors([tmp_path / "grown"])]
-    assert sorted(keys) == sorted(one.key for one in Anchors([tmp_path / "whole"]))
-    assert "all there already" in collection("grown")[1]
+    grown, whole = (
+        sorted((one.prompt_id, one.turn) for one in Anchors([tmp_path / out]))
+        for out in ("grown", "whole")
+    )
+    assert grown == whole
+    assert "nothing to do" in collection("grown")[1]
 
 
 def test_other_settings_do_not_go_into_the_same_folder(collection, tmp_path):
@@ -299,7 +361,7 @@ def test_other_settings_do_not_go_into_the_same_folder(collection, tmp_path):
         ("drafter.seed=1", "drafter.fingerprint"),
         ("target.seed=1", "target.fingerprint"),
         ("drafter.candidates=5", "shape.K (4, not 5)"),
-        ("method.budget.nodes=5", "settings.method"),
+        ("method.budget.nodes=5", "settings.method.budget.nodes (16, not 5)"),
     ]:
         code, _, err = collection("out", change)
         assert code == 2
@@ -307,6 +369,10 @@ def test_other_settings_do_not_go_into_the_same_folder(collection, tmp_path):
         assert "choose another out=" in err
         assert err.count("\n") == 1
     assert collection("other", "per_set=1", "target.seed=1")[0] == 0
+    assert collection("rounds", "per_set=1", "what=rounds")[0] == 0
+    code, _, err = collection("rounds", "what=[anchors]", "target.seed=1")
+    assert code == 2, "what lies beside it must be of the same models"
+    assert "target.fingerprint" in err
     with pytest.raises(InputError, match=r"different target\.fingerprint"):
         Anchors([tmp_path / "out", tmp_path / "other"])
 
@@ -334,27 +400,61 @@ def test_damaged_shards_are_named(collection, tmp_path, monkeypatch):
         Rounds([tmp_path / "out"])
 
 
-def test_what_was_left_out_is_in_the_shard_and_not_tried_again(collection, tmp_path):
-    code, out, _ = collection("out", "what=[rounds]", "max_prompt_tokens=40")
+def test_what_was_left_out_is_in_the_shard_and_named_again(collection, tmp_path):
+    """The limit lets no second turn pass; with shards of one prompt some have no rows at all."""
+    limit = ("max_prompt_tokens=40", "shard_size.rounds=1", "shard_size.anchors=1")
+    code, out, _ = collection("out", *limit)
     assert code == 0
     assert "left out: own-" in out
-    made_by = [read_shard(f, ["prompt_id"])[1] for f in shard_files(tmp_path / "out/rounds")]
+    made_by = [read_shard(f, [])[1] for f in shard_files(tmp_path / "out/rounds")]
     skipped = [skip for one in made_by for skip in one["skipped"]]
     assert all("max_prompt_tokens=40" in skip["reason"] for skip in skipped)
-    assert len(done(tmp_path / "out/rounds", made_by[0])) == 9
-    assert "all there already" in collection("out", "what=[rounds]", "max_prompt_tokens=40")[1]
+    assert len(done(tmp_path / "out/rounds", made_by[0]).digests) == 9
+    again = collection("out", *limit)[1]
+    assert "nothing to do" in again
+    assert "left out earlier: own-" in again
+    assert collection("none", "max_prompt_tokens=5")[0] == 0
+    with pytest.raises(InputError, match="holds no rows: all prompts were left out"):
+        Rounds([tmp_path / "none"])
+    sizes = [read_shard(f, [])[0].num_rows for f in shard_files(tmp_path / "out/anchors")]
+    assert len(Anchors([tmp_path / "out"])) == sum(sizes)
+
+
+def test_a_shard_without_rows_does_not_hide_the_others(collection, tmp_path):
+    (tmp_path / "long.jsonl").write_text(
+        json.dumps({"turns": ["x" * 300]}) + "\n" + json.dumps({"turns": ["y"]}) + "\n"
+    )
+    small = ("shard_size.rounds=1", "shard_size.anchors=1", "max_prompt_tokens=100")
+    assert collection("out", f"prompts={tmp_path / 'long.jsonl'}", *small)[0] == 0
+    assert len(shard_files(tmp_path / "out" / "anchors")) == 2
+    (one,) = Anchors([tmp_path / "out"])
+    assert one.prompt_id == "long-00002"
+    assert set(Rounds([tmp_path / "out"]).responses()) == {("long-00002", 0)}
+
+
+def test_a_prompt_is_not_taken_for_another_of_its_name(collection, tmp_path):
+    assert collection("out", "what=rounds")[0] == 0
+    code, _, err = collection("out", "what=rounds", "+templates.own='Now {turn}'")
+    assert code == 2
+    assert "was collected with another text" in err
+    files = shard_files(tmp_path / "out" / "rounds")
+    files[0].with_name("copy.parquet").write_bytes(files[0].read_bytes())
+    with pytest.raises(InputError, match=r"turn 0, round 0 is in .*; delete one"):
+        Rounds([tmp_path / "out"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["what=[ronds]"], "what=ronds: choose from rounds and anchors"),
-        (["what=[]"], "collects nothing"),
+        (["what=[ronds]"], "choose rounds, anchors or [rounds,anchors]"),
+        (["what=[]"], "what=[]: choose"),
+        (["what=null"], "what=None: choose"),
+        (["shard_size=16"], "shard_size.rounds must be a number"),
+        (["slots=many"], "slots must be a number, at least 1, not many"),
         (["shard=3/3"], "shard must be i/n"),
         (["shard=1"], "shard must be i/n"),
         (["hidden=int4"], "hidden must be null, int8 or float16"),
-        (["shard_size=0"], "shard_size must be at least 1"),
-        (["method=ar", "~method.budget"], "method"),
+        (["shard_size.rounds=0"], "shard_size.rounds must be a number, at least 1, not 0"),
         (["drafter=noisy"], "anchors need a DFlash drafter"),
         (["prompts=/nowhere.jsonl"], "cannot read prompts from /nowhere.jsonl"),
         (["method.budget.largest=3"], "budget.largest"),
@@ -374,6 +474,13 @@ KILLER = """
 import os, random, signal, sys, time
 import launch, collect, torch, datasets  # once, for all children
 torch.set_num_threads(1)
+out = next(a for a in sys.argv if a.startswith("out=")).removeprefix("out=")
+
+
+def count():
+    return sum(file.endswith("parquet") for _, _, files in os.walk(out) for file in files)
+
+
 for attempt in range(int(sys.argv[1])):
     child = os.fork()
     if child == 0:
@@ -381,18 +488,22 @@ for attempt in range(int(sys.argv[1])):
         sys.stdout = sys.stderr = open(os.devnull, "w")
         collect.main()
         os._exit(0)
-    wait = random.Random(attempt).uniform(0.2, 1.2)
-    time.sleep(wait)
-    done, status = os.waitpid(child, os.WNOHANG)
-    if done == 0:
+    drawn = random.Random(attempt)
+    wanted = count() + drawn.randint(0, 2)  # so many more shards, then a moment, then dead
+    while count() < wanted and os.waitpid(child, os.WNOHANG)[0] == 0:
+        time.sleep(0.005)
+    time.sleep(drawn.uniform(0, 0.3))
+    try:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    print("killed" if done == 0 else f"ended {status}", flush=True)
+        print("killed at", count(), flush=True)
+    except (ProcessLookupError, ChildProcessError):
+        print("ended by itself", flush=True)
 """
 
 
 def test_ten_kills_leave_what_an_uninterrupted_run_makes(collection, tmp_path):
-    arguments = ["max_new_tokens=80", "shard_size=1"]
+    arguments = ["max_new_tokens=80", "shard_size.rounds=1", "shard_size.anchors=1"]
     assert collection("whole", *arguments)[0] == 0
     command = [
         "+experiment=tiny",
@@ -410,8 +521,10 @@ def test_ten_kills_leave_what_an_uninterrupted_run_makes(collection, tmp_path):
         capture_output=True,
         text=True,
     )
-    assert killer.stdout.count("killed") + killer.stdout.count("ended 0") == 10, killer.stderr
-    assert killer.stdout.count("killed") >= 3, "most runs did not get through"
+    assert killer.returncode == 0, killer.stderr
+    counts = [int(line.split()[-1]) for line in killer.stdout.splitlines() if "killed" in line]
+    assert len(counts) >= 5, "most runs did not get through"
+    assert len({count for count in counts if 0 < count < 18}) >= 2, "nor died at the start"
     assert collection("killed", *arguments)[0] == 0
     for what in ("rounds", "anchors"):
         assert table_of(tmp_path / "killed" / what) == table_of(tmp_path / "whole" / what)
@@ -430,7 +543,12 @@ def test_a_full_disk_leaves_the_shards_that_were_there(collection, tmp_path):
         [
             *(sys.executable, "-c", code, "+experiment=tiny", f"out={tmp_path / 'out'}"),
             *(f"paths.outputs={tmp_path / 'outputs'}", f"prompts={tmp_path / 'own.jsonl'}"),
-            *("target.dtype=float32", "max_new_tokens=12", "shard_size=2", "drafter.candidates=4"),
+            *(
+                "target.dtype=float32",
+                "max_new_tokens=12",
+                "shard_size.rounds=2",
+                "drafter.candidates=4",
+            ),
         ],
         cwd=launch.ROOT,
         env={**os.environ, "PYTHONPATH": str(launch.ROOT / "scripts"), "OMP_NUM_THREADS": "1"},
@@ -439,5 +557,7 @@ def test_a_full_disk_leaves_the_shards_that_were_there(collection, tmp_path):
     )
     assert full.returncode == 2
     assert "File too large" in full.stderr
+    assert not list(tmp_path.glob("out/**/*.partial")), "what could not be written is gone"
+    assert not shard_files(tmp_path / "out" / "anchors")[1:], "nor did it stop before the shards"
     assert "Traceback" not in full.stderr
     assert table_of(tmp_path / "out" / "rounds") == before

@@ -12,7 +12,7 @@ from test_dflash import VARIANTS, network
 from graft.core.tree import chain_tree
 from graft.core.types import Request
 from graft.decode import autoregressive
-from graft.drafters.blocks import draft_blocks
+from graft.drafters.blocks import context_of, draft_blocks
 from graft.targets import tiny
 
 pytestmark = [
@@ -77,7 +77,7 @@ def test_flex_attention_trains_as_the_split_kernel_does(kind):
             hidden = draft_blocks(
                 net,
                 target.embed,
-                taps=taps,
+                context=context_of(net, taps),
                 roots=tokens.gather(1, anchors),
                 anchors=anchors,
                 flex=flex,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import datasets
 import launch
 import lossless
 import pytest
@@ -17,7 +18,6 @@ from graft.data.prompts import apply_templates, check_keys, read_dataset, read_p
 from graft.data.shards import read_shard, shard_files
 from graft.targets import tiny
 
-datasets = pytest.importorskip("datasets")
 MESSAGES = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "hi"},
@@ -58,6 +58,19 @@ def read(path, **changed):
 def jsonl(path, rows) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def test_text_may_hold_other_line_separators_than_jsonl_has(tmp_path):
+    (tmp_path / "odd.jsonl").write_text(
+        '{"turns": ["one\u2028line\x85still"]}\n\n{"turns": ["two"]}\n'
+    )
+    assert [p.turns[0] for p in read_prompts(tmp_path / "odd.jsonl")] == [
+        "one\u2028line\x85still",
+        "two",
+    ]
+    (tmp_path / "latin.jsonl").write_bytes('{"turns": ["\xe9"]}'.encode("latin-1"))
+    with pytest.raises(InputError, match="is not UTF-8 text"):
+        read_prompts(tmp_path / "latin.jsonl")
 
 
 def test_jsonl_has_templates_and_limits(tmp_path):

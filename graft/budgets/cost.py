@@ -2,7 +2,8 @@
 
     seconds(n) = draft + verify(n + 1) + host        n drafted nodes, so n + 1 rows with the root
 
-Measured by scripts/bench.py in interleaved repetitions. Between measured sizes a pass costs what
+Measured by scripts/bench.py in interleaved repetitions, at one context length; the host's work is
+that of the method it measured. Between measured sizes a pass costs what
 the line between them says; beyond the largest nothing is known and nothing is invented.
 """
 
@@ -36,6 +37,16 @@ class CostTable:
             raise InputError("a cost table needs ascending rows from 1 on, and seconds for each")
         if min(*self.verify, self.draft) <= 0 or self.host < 0:
             raise InputError("a cost table needs positive times; measure again (scripts/bench.py)")
+
+    def check_fits(self, made_by: Mapping[str, Any]) -> None:
+        """Raise InputError if another target, drafter or dtype was measured than rounds are of."""
+        for key in ("target", "drafter", "dtype"):
+            measured, wanted = self.made_by.get(key), made_by[key]
+            if measured != wanted:
+                raise InputError(
+                    f"the cost table was measured with {key} {measured}, not {wanted}; "
+                    "scripts/bench.py measures another"
+                )
 
     @property
     def ar(self) -> float:

@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from graft.collect.asking import (
+    ONE_TOKEN,
     Asker,
     Collected,
     LeaveOut,
     Messages,
     Skipped,
+    free_memory,
     leaving_out_of_memory,
 )
 from graft.core.types import Request
@@ -29,7 +31,7 @@ from graft.drafters.anchors import judged_drafts
 from graft.drafters.dflash import DFlash
 from graft.targets.slots import Slots
 
-Talk = tuple[Prompt, Messages]  # a conversation so far
+OnStep = Callable[[int], None]  # is told how many tokens a step of the batch decoded
 
 
 def collect_anchors(
@@ -40,78 +42,94 @@ def collect_anchors(
     slots: int,
     replay: Replay,
     hidden: str | None = None,
-    on_step: Callable[[int], None] = lambda tokens: None,
+    on_step: OnStep = lambda tokens: None,
 ) -> Iterator[Collected | Skipped]:
     """Answer every turn of every prompt, and draft at every position of the answers.
 
     `replay` says what `committed` counts; `hidden` keeps the drafter's states as "int8" or
-    "float16"; `on_step` is told how many tokens a step of the batch decoded.
+    "float16".
     """
-    beyond = drafter.depth - 1  # the last round's draft ends there
-    talks: list[Talk] = [(prompt, []) for prompt in prompts]
+    talks: dict[str, tuple[Prompt, Messages]] = {p.key: (p, []) for p in prompts}
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
-        asked: list[tuple[Talk, Request]] = []
-        for prompt, messages in talks:
+        requests: dict[str, Request] = {}
+        for key, (prompt, messages) in list(talks.items()):
             if turn == len(prompt.turns):
+                del talks[key]
                 continue
-            messages = [*messages, {"role": "user", "content": prompt.turns[turn]}]
+            messages.append({"role": "user", "content": prompt.turns[turn]})
             try:
-                request = asker.request(prompt, turn, messages, beyond=beyond)
+                requests[key] = asker.request(prompt, turn, messages)
             except LeaveOut as reason:
-                yield Skipped(prompt.key, turn, str(reason), len(prompt.turns) - turn)
-            else:
-                asked.append(((prompt, messages), request))
-        talks = []
-        order = {prompt.key: place for place, ((prompt, _), _) in enumerate(asked)}
-        answers = answer_all(asked, asker, slots, beyond, on_step)
-        for talk, request, answer in sorted(answers, key=lambda a: order[a[0][0].key]):
-            prompt, messages = talk
+                del talks[key]
+                yield Skipped(key, turn, str(reason), len(prompt.turns) - turn)
+        answers = answer_all(requests, asker, slots, on_step)
+        for key, request in requests.items():
+            prompt, messages = talks[key]
+            answer = answers[key]
             try:
-                if isinstance(answer, LeaveOut):
-                    raise answer
-                if len(answer.tokens) == 1:
-                    raise LeaveOut("the response is one token: nothing is drafted")
-                with leaving_out_of_memory():
-                    found = anchored(prompt, turn, request, answer, asker, drafter)
+                if isinstance(answer, str):
+                    raise LeaveOut(answer)
+                if len(answer.tokens) > 1:
+                    with leaving_out_of_memory():
+                        found = anchored(prompt, turn, request, answer, asker, drafter)
             except LeaveOut as reason:
-                yield Skipped(prompt.key, turn, str(reason), len(prompt.turns) - turn)
+                del talks[key]
+                yield Skipped(key, turn, str(reason), len(prompt.turns) - turn)
+                free_memory()
+                continue
+            talks[key] = prompt, asker.answered(messages, answer.tokens)
+            if len(answer.tokens) == 1:
+                yield Skipped(key, turn, ONE_TOKEN, 1)
                 continue
             walk = replay(found.drafts, found.response, found.beyond, start=len(found.prompt))
-            row = found.to_row(hidden)
-            yield Collected(
-                prompt.key, turn, [row], len(answer.tokens), walk.committed.tolist(), 0.0
-            )
-            talks.append((prompt, asker.answered(messages, answer.tokens)))
+            committed = walk.committed.tolist()
+            yield Collected(key, turn, [found.to_row(hidden)], len(answer.tokens), committed, 0.0)
 
 
 def answer_all(
-    asked: Sequence[tuple[Talk, Request]],
-    asker: Asker,
-    slots: int,
-    beyond: int,
-    on_step: Callable[[int], None],
-) -> list[tuple[Talk, Request, Answer | LeaveOut]]:
-    """Answer side by side; a batch that runs out of memory is split, until one alone does."""
-    if not asked:
-        return []
-    requests = dict(enumerate(asked))
-    found: list[tuple[Talk, Request, Answer | LeaveOut]] = []
+    requests: dict[str, Request], asker: Asker, slots: int, on_step: OnStep
+) -> dict[str, Answer | str]:
+    """The answer to each request, or why there is none.
+
+    A batch that runs out of memory is split, until a request alone does; what it had finished is
+    kept.
+    """
+    found: dict[str, Answer | str] = {}
+    groups = [list(requests)]
+    while groups:
+        group = groups.pop()
+        answers, reason = _attempt({key: requests[key] for key in group}, asker, slots, on_step)
+        found |= answers
+        if reason is None:
+            continue
+        free_memory()
+        rest = [key for key in group if key not in found]
+        if len(group) == 1:
+            found[rest[0]] = reason
+        else:
+            half = (len(rest) + 1) // 2
+            groups += [part for part in (rest[half:], rest[:half]) if part]
+    return found
+
+
+def _attempt(
+    requests: dict[str, Request], asker: Asker, slots: int, on_step: OnStep
+) -> tuple[dict[str, Answer], str | None]:
+    """Answers until all are there or the memory is full; the batch itself ends with this frame."""
+    found: dict[str, Answer] = {}
+    if not requests:
+        return found, None
     try:
         with leaving_out_of_memory():
-            batch = Slots(asker.target, min(slots, len(asked)))
-            numbered = [(i, request) for i, (_, request) in requests.items()]
-            for answer in respond(numbered, batch, beyond=beyond):
+            batch = Slots(asker.target, min(slots, len(requests)))
+            for answer in respond(requests.items(), batch, beyond=asker.beyond):
                 if answer is None:
                     on_step(batch.occupied)
                 else:
-                    found.append((*requests[answer.key], answer))
-        return found
+                    found[answer.key] = answer
     except LeaveOut as reason:
-        if len(asked) == 1:
-            return [(*asked[0], reason)]
-    half = len(asked) // 2
-    parts = (asked[:half], asked[half:])
-    return [one for part in parts for one in answer_all(part, asker, half, beyond, on_step)]
+        return found, str(reason)
+    return found, None
 
 
 def anchored(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,12 +34,15 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A turn that was left out, and with it the rest of its conversation."""
+    """A turn that was left out, and with it the rest of its conversation if it has no answer."""
 
     prompt_id: str
     turn: int
     reason: str
     turns: int  # that are thereby done
+
+
+ONE_TOKEN = "the response is one token: nothing is drafted"
 
 
 class LeaveOut(Exception):  # noqa: N818 - nothing is wrong with the program
@@ -51,16 +55,14 @@ class Asker:
 
     target: HFTarget
     sampling: Mapping[str, Any]
-    max_prompt_tokens: int
+    max_prompt_tokens: int | None
     seed: int
+    beyond: int  # tokens past the end of a response that must fit the context too
 
-    def request(self, prompt: Prompt, turn: int, messages: Messages, *, beyond: int = 0) -> Request:
-        """The request for a turn, given the conversation so far. Raises LeaveOut if it is too long.
-
-        `beyond` tokens more than the response must fit the target's context.
-        """
+    def request(self, prompt: Prompt, turn: int, messages: Messages) -> Request:
+        """The request for a turn, given the talk so far. Raises LeaveOut if it is too long."""
         tokens = self.target.encode_chat(messages)
-        if len(tokens) > self.max_prompt_tokens:
+        if self.max_prompt_tokens is not None and len(tokens) > self.max_prompt_tokens:
             raise LeaveOut(
                 f"{len(tokens)} prompt tokens, max_prompt_tokens={self.max_prompt_tokens}"
             )
@@ -71,7 +73,7 @@ class Asker:
             stop_tokens=self.target.stop_tokens,
             **self.sampling,
         )
-        needed = len(tokens) + request.max_new_tokens + beyond
+        needed = len(tokens) + request.max_new_tokens + self.beyond
         if needed > self.target.max_context:
             raise LeaveOut(
                 f"{len(tokens)} prompt tokens and max_new_tokens={request.max_new_tokens} outgrow "
@@ -86,12 +88,18 @@ class Asker:
 
 @contextmanager
 def leaving_out_of_memory() -> Iterator[None]:
-    """Turn running out of memory into LeaveOut, and give back what can be given back."""
+    """Turn running out of memory into LeaveOut."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        raise LeaveOut(f"out of memory: {str(error).strip().splitlines()[0]}") from None
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise LeaveOut(f"out of memory: {reason}") from None
+
+
+def free_memory() -> None:
+    """Give back what nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from graft.collect.asking import (
+    ONE_TOKEN,
     Asker,
     Collected,
     LeaveOut,
     Messages,
     Skipped,
+    free_memory,
     leaving_out_of_memory,
 )
 from graft.core.types import Generation, Round, RoundState
@@ -36,15 +38,17 @@ def collect_rounds(
                 request = asker.request(prompt, turn, messages)
                 with leaving_out_of_memory():
                     result = decode(request, on_round=recorder)
-                if not recorder.rows:
-                    raise LeaveOut("the response is one token: nothing is drafted")
             except LeaveOut as reason:
                 yield Skipped(prompt.key, turn, str(reason), len(prompt.turns) - turn)
+                free_memory()
                 break
-            seconds = sum(result.seconds.values())
-            yield Collected(
-                prompt.key, turn, recorder.rows, len(result.tokens), result.committed, seconds
-            )
+            if recorder.rows:
+                seconds = sum(result.seconds.values())
+                yield Collected(
+                    prompt.key, turn, recorder.rows, len(result.tokens), result.committed, seconds
+                )
+            else:
+                yield Skipped(prompt.key, turn, ONE_TOKEN, 1)
             messages = asker.answered(messages, result.tokens)
 
 

@@ -52,12 +52,15 @@ def revision() -> str:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old one or the new one, never a part."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class RunLog:

@@ -77,11 +77,6 @@ class AnchoredResponse:
     target_log_norm: np.ndarray  # [A + D - 1] float32
     target_argmax: np.ndarray  # [A + D - 1] int64
 
-    @property
-    def key(self) -> str:
-        """Of the conversation's turn."""
-        return f"{self.prompt_id}/{self.turn}"
-
     def ranks(self) -> np.ndarray:
         """The rank among the candidates of the text's own token, [A, D]; K if it is none."""
         A, D, K = self.drafts.tokens.shape
@@ -116,7 +111,7 @@ class Anchors:
     """All responses of one or several collections, memory-mapped. Raises InputError."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        self._shards = Shards(folders, "anchors", VERSION)
+        self._shards = Shards(folders, "anchors", VERSION, key=("prompt_id", "turn"))
         self.made_by = self._shards.made_by
         self.depth, self.candidates = self.made_by["shape"]["D"], self.made_by["shape"]["K"]
 
@@ -178,7 +173,7 @@ def _encode(hidden: torch.Tensor, kind: str | None) -> tuple[bytes | None, np.nd
 
 def _decode(states: bytes | None, scale: Any, shape: tuple[int, int]) -> torch.Tensor:
     A, D = shape
-    if states is None or A == 0:
+    if states is None:
         return torch.empty(A, D, 0)
     if scale is None:
         whole = np.frombuffer(states, np.float16).astype(np.float32)

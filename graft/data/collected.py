@@ -2,16 +2,18 @@
 
 A stage writes a shard for every chunk of prompts, named after them. A chunk is there as a whole or
 not at all, so a stage that was killed does the missing ones again and ends as if it had not been,
-and several processes can deal the chunks among themselves. Prompts that had to be left out are in
-the shard's `skipped`, with the reason.
+and several processes can deal the prompts among themselves. Prompts that had to be left out are in
+the shard's `skipped`, with the reason; `prompts` has a digest of what each one says.
 """
 
 from __future__ import annotations
 
 import bisect
+import glob
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,53 +21,86 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from graft.core.errors import InputError
+from graft.data.prompts import Prompt
 from graft.data.shards import read_shard, shard_files
 
-ALIKE = ("target", "drafter", "shape", "settings")  # what shards read together must have in common
-MAKE = "scripts/collect.py makes them"
+MODELS = ("target", "drafter", "shape")  # what shards read together must have in common
+ALIKE = (*MODELS, "settings")
 
 
-def shard_of(folder: Path, keys: Iterable[str]) -> Path:
+def shard_of(folder: Path, prompts: Iterable[Prompt]) -> Path:
     """The file for a chunk of prompts: the same prompts, the same file."""
-    return folder / f"{hashlib.sha256(chr(10).join(keys).encode()).hexdigest()[:16]}.parquet"
+    keys = "\n".join(prompt.key for prompt in prompts)
+    return folder / f"{hashlib.sha256(keys.encode()).hexdigest()[:16]}.parquet"
 
 
-def done(folder: Path, made_by: Mapping[str, Any]) -> set[str]:
-    """Prompts that are collected in `folder`, or were left out for a reason.
+@dataclass
+class Done:
+    """What a folder holds: the digest of every prompt that was collected or left out."""
 
-    Raises InputError where the folder's shards were made otherwise than `made_by` says.
+    digests: dict[str, str] = field(default_factory=dict)
+    skipped: list[tuple[Path, dict[str, Any]]] = field(default_factory=list)
+
+    def missing(self, prompts: Iterable[Prompt]) -> list[Prompt]:
+        """Those still to do. Raises InputError for one that says something else by now."""
+        found = []
+        for prompt in prompts:
+            known = self.digests.get(prompt.key, prompt.digest)
+            if known != prompt.digest:
+                raise InputError(
+                    f"prompt {prompt.key} was collected with another text (another split, another "
+                    "template?); choose another out="
+                )
+            if prompt.key not in self.digests:
+                found.append(prompt)
+        return found
+
+
+def done(folder: Path, made_by: Mapping[str, Any], *, strict: bool = True) -> Done:
+    """What is in `folder`. Raises InputError where it was made otherwise than `made_by` says.
+
+    Not `strict` looks at the models alone: what lies beside a collection need not be made alike.
     """
-    found: set[str] = set()
+    found = Done()
     for file in shard_files(folder) if folder.is_dir() else []:
-        table, theirs = read_shard(file, ["prompt_id"])
+        _, theirs = read_shard(file, [])
         _check_kind(file, theirs, made_by["kind"], made_by["version"])
-        if difference := _difference(theirs, made_by):
-            raise InputError(f"{file} was collected with another {difference}; choose another out=")
-        found.update(table["prompt_id"].to_pylist())
-        found.update(skipped["prompt_id"] for skipped in theirs["skipped"])
+        if apart := difference(theirs, made_by, ALIKE if strict else MODELS):
+            raise InputError(f"{file} was collected with another {apart}; choose another out=")
+        found.digests.update(theirs["prompts"])
+        found.skipped += [(file, skip) for skip in theirs["skipped"]]
     return found
 
 
 class Shards:
     """All rows of one or several folders of shards, memory-mapped through `datasets`.
 
-    A row is a dict; its lists are arrays, views into the map. Raises InputError for folders without
-    shards, shards of other kinds or versions, shards made by different models, damaged ones.
+    A row is a dict; its lists are arrays, views into the map. `key` names the columns that tell
+    rows apart. Raises InputError for folders without shards or rows, shards of other kinds or
+    versions, shards made by different models, repeated rows, damaged files.
     """
 
-    def __init__(self, folders: Sequence[Path], kind: str, version: int) -> None:
+    def __init__(
+        self, folders: Sequence[Path], kind: str, version: int, *, key: Sequence[str]
+    ) -> None:
         files = [file for folder in folders for file in _files(folder / kind)]
         made_by = [_footer(file, kind, version) for file in files]
         self.made_by, _ = made_by[0]
         for file, (theirs, _) in zip(files, made_by, strict=True):
-            if difference := _difference(theirs, self.made_by):
+            if apart := difference(theirs, self.made_by, ALIKE):
                 raise InputError(
-                    f"{file} and {files[0]} were collected with a different {difference}; read "
-                    "them apart"
+                    f"{file} and {files[0]} were collected with a different {apart}; read them "
+                    "apart"
                 )
-        self._files = files
-        self._ends = list(itertools.accumulate(rows for _, rows in made_by))
-        self._rows = _mapped(files)
+        # A chunk whose prompts were all left out has no rows, and `datasets` fails on it.
+        sizes = {file: rows for file, (_, rows) in zip(files, made_by, strict=True) if rows}
+        if not sizes:
+            raise InputError(f"{files[0].parent} holds no rows: all prompts were left out")
+        self._files, self._ends = list(sizes), list(itertools.accumulate(sizes.values()))
+        self._rows = _mapped(self._files)
+        columns = (self._rows.data.column(name).to_pylist() for name in key)
+        self.keys = list(zip(*columns, strict=True))
+        self._check_once(key)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -74,27 +109,48 @@ class Shards:
         row = self._rows[i]
         return {name: _plain(row.column(name)[0]) for name in row.column_names}
 
-    def column(self, name: str) -> list[Any]:
-        """One column of scalars."""
-        return self._rows.data.column(name).to_pylist()
-
     def file_of(self, i: int) -> Path:
         """The shard that row i came from."""
         return self._files[bisect.bisect_right(self._ends, i)]
+
+    def _check_once(self, key: Sequence[str]) -> None:
+        first: dict[Any, int] = {}
+        for i, value in enumerate(self.keys):
+            if (other := first.setdefault(value, i)) != i:
+                words = ", ".join(f"{k} {v}" for k, v in zip(key, value, strict=True))
+                raise InputError(
+                    f"{words} is in {self.file_of(other)} and in {self.file_of(i)}; delete one"
+                )
+
+
+def difference(a: Mapping[str, Any], b: Mapping[str, Any], keys: Iterable[str]) -> str:
+    """The first setting that two shards do not share, with both values; empty if there is none.
+
+    What a model is called does not matter, its fingerprint does.
+    """
+    for key in keys:
+        ours, theirs = a.get(key), b.get(key)
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            names = sorted((ours.keys() | theirs.keys()) - {"name"})
+            if apart := difference(ours, theirs, names):
+                return f"{key}.{apart}"
+        elif ours != theirs:
+            return f"{key} ({ours}, not {theirs})"
+    return ""
 
 
 def _files(folder: Path) -> list[Path]:
     files = shard_files(folder) if folder.is_dir() else []
     if not files:
-        raise InputError(f"{folder} holds no shards; {MAKE}")
+        raise InputError(f"{folder} holds no shards; scripts/collect.py makes them")
     return files
 
 
 def _footer(file: Path, kind: str, version: int) -> tuple[dict[str, Any], int]:
     """What made a shard, and its rows."""
-    table, made_by = read_shard(file, ["prompt_id"])
+    table, made_by = read_shard(file, [])
     _check_kind(file, made_by, kind, version)
-    return made_by, len(table)
+    return made_by, table.num_rows
 
 
 def _check_kind(file: Path, made_by: Mapping[str, Any], kind: str, version: int) -> None:
@@ -107,32 +163,21 @@ def _check_kind(file: Path, made_by: Mapping[str, Any], kind: str, version: int)
         )
 
 
-def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """What two shards do not have in common, with both values; empty if they go together."""
-    for key in ALIKE:
-        if isinstance(a[key], dict):
-            for name in sorted(a[key].keys() | b[key].keys() - {"name"}):
-                ours, theirs = a[key].get(name), b[key].get(name)
-                if ours != theirs and name != "name":
-                    return f"{key}.{name} ({ours}, not {theirs})"
-    return ""
-
-
 def _mapped(files: Sequence[Path]) -> Any:
     """The rows as an Arrow-formatted `datasets.Dataset`, cached and mapped by that library."""
     import datasets  # takes a second
 
-    shown = datasets.are_progress_bars_disabled()
+    shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        names = [str(file) for file in files]
+        names = [glob.escape(str(file)) for file in files]
         return datasets.Dataset.from_parquet(names).with_format("arrow")
     except datasets.exceptions.DatasetGenerationError as error:
         for file in files:
             _read_whole(file)
         raise InputError(f"cannot map {files[0].parent}: {error.__cause__}") from error
     finally:
-        if not shown:
+        if shown:
             datasets.enable_progress_bars()
 
 

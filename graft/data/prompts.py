@@ -5,6 +5,7 @@ JSONL is one object a line: {"id": "gsm8k-00002", "turns": ["first user turn", .
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,11 @@ class Prompt:
         """The id with its source: ids alone may repeat across files."""
         return self.id if self.id.startswith(self.source) else f"{self.source}-{self.id}"
 
+    @property
+    def digest(self) -> str:
+        """Eight hex digits of what it says."""
+        return hashlib.sha256(json.dumps(self.turns).encode()).hexdigest()[:8]
+
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     """The first `limit` prompts of each JSONL file at `path`. Raises InputError naming the line."""
@@ -41,9 +47,11 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 
 def _read_file(file: Path, limit: int | None) -> list[Prompt]:
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # JSON may hold other line separators
     except OSError as error:
         raise InputError(f"cannot read prompts from {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 text ({error})") from error
     prompts: list[Prompt] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -52,14 +60,16 @@ def _read_file(file: Path, limit: int | None) -> list[Prompt]:
             break
         try:
             row = json.loads(line)
-            turns = tuple(row["turns"])
+            turns = row["turns"]
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f'{file}:{number} is not {{"id": ..., "turns": [...]}} ({error})'
             ) from error
-        if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        texts = isinstance(turns, list) and all(isinstance(t, str) and t.strip() for t in turns)
+        if not turns or not texts:
             raise InputError(f"{file}:{number}: turns must be a list of non-empty strings")
-        prompts.append(Prompt(str(row.get("id", f"{file.stem}-{number:05d}")), file.stem, turns))
+        name = str(row.get("id", f"{file.stem}-{number:05d}"))
+        prompts.append(Prompt(name, file.stem, tuple(turns)))
     if not prompts:
         raise InputError(f"{file} holds no prompts")
     return prompts

@@ -24,7 +24,8 @@ One row a round; a tree of N nodes, root included; D depths, K candidates, both 
                                     0 at depth D, where there are none
     target_log_norm   list<float>   [N] log sum exp of all its logits there
     target_argmax     list<int32>   [N] its best token there
-    path              list<int32>   accepted nodes, root first
+    path              list<int32>   accepted nodes, root first; in a response's last round it may
+                                    go on past the end
     bonus             int32         the target's own token behind the path
     seconds           struct        of each of the seven verbs
 """
@@ -99,7 +100,8 @@ class Rounds:
     """All rounds of one or several collections, memory-mapped. Raises InputError."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        self._shards = Shards(folders, "rounds", VERSION)
+        key = ("prompt_id", "turn", "round")
+        self._shards = Shards(folders, "rounds", VERSION, key=key)
         self.made_by = self._shards.made_by
         self.depth, self.candidates = self.made_by["shape"]["D"], self.made_by["shape"]["K"]
 
@@ -111,7 +113,7 @@ class Rounds:
 
     def responses(self) -> dict[tuple[str, int], range]:
         """The rows of each (prompt_id, turn); the rounds of a response lie together."""
-        keys = list(zip(self._shards.column("prompt_id"), self._shards.column("turn"), strict=True))
+        keys = [(prompt, turn) for prompt, turn, _ in self._shards.keys]
         starts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
         ends = [*starts[1:], len(keys)]
         return {keys[start]: range(start, end) for start, end in zip(starts, ends, strict=True)}

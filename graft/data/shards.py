@@ -23,13 +23,16 @@ KEY = b"graft"  # of the schema's metadata: a JSON object
 def write_shard(path: Path, table: pa.Table, made_by: Mapping[str, Any]) -> None:
     """Write one shard atomically, `made_by` in its metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     metadata = {KEY: json.dumps(made_by).encode()}
-    with partial.open("wb") as file:
-        pq.write_table(table.replace_schema_metadata(metadata), file, compression="zstd")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            pq.write_table(table.replace_schema_metadata(metadata), file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def shard_files(path: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from functools import partial
 import numba
 import numpy as np
 
+from graft.core.errors import InputError
 from graft.core.interfaces import BudgetPolicy, TreeBuilder
 from graft.core.types import Drafts, Generation, RoundState
 
@@ -51,7 +52,12 @@ class Replay:
 
     @classmethod
     def of(cls, decode: partial[Generation]) -> Replay:
-        """Of a method as conf/method has it: `loop.generate` with its builder and policy."""
+        """Of a method as conf/method has it: `loop.generate` with its builder and policy.
+
+        Raises InputError for one that does not draft.
+        """
+        if "builder" not in decode.keywords:
+            raise InputError("plain decoding has no rounds to replay; choose methods that draft")
         return cls(decode.keywords["builder"], decode.keywords["budget"])
 
     def __call__(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from graft.core.interfaces import Backbone
 from graft.core.types import Drafts
-from graft.drafters.blocks import draft_blocks
+from graft.drafters.blocks import context_of, draft_blocks
 from graft.drafters.dflash_net import DFlashNet
 
 CHUNK = 32  # anchors drafted together: attention within a chunk grows with its square
@@ -89,11 +89,11 @@ def _draft(
     candidates: int,
 ) -> Drafts:
     vocabulary = None if net.draft_tokens is None else net.draft_tokens.to(target.device)
-    head = target.head_rows(vocabulary)
+    head, context = target.head_rows(vocabulary), context_of(net, taps[None])
     parts: list[Drafts] = []
     for some in anchors.split(CHUNK):
         hidden = draft_blocks(
-            net, target.embed, taps=taps[None], roots=tokens[some][None], anchors=some[None]
+            net, target.embed, context=context, roots=tokens[some][None], anchors=some[None]
         )[0, :, 1:]
         # Contiguous, or the product would copy the whole head for every anchor.
         hidden = hidden.to(head.dtype).contiguous()

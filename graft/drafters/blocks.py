@@ -27,11 +27,17 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 _compiled_flex = torch.compile(flex_attention)
 
 
+def context_of(net: DFlashNet, taps: torch.Tensor) -> Pairs:
+    """Keys and values of every layer at every position of texts: taps [batch, L, n_taps * H]."""
+    positions = torch.arange(taps.shape[1], device=taps.device)[None]
+    return net.context(taps.to(net.fc.weight.dtype), positions)
+
+
 def draft_blocks(
     net: DFlashNet,
     embed: Callable[[torch.Tensor], torch.Tensor],
     *,
-    taps: torch.Tensor,
+    context: Pairs,
     roots: torch.Tensor,
     anchors: torch.Tensor,
     seen: torch.Tensor | None = None,
@@ -39,23 +45,21 @@ def draft_blocks(
 ) -> torch.Tensor:
     """Final hidden states [batch, A, D + 1, H] of one block an anchor.
 
-    `taps` [batch, L, n_taps * H] of the texts, `anchors` [batch, A] the positions of the roots
-    (ascending, for the sake of flex attention's sparsity), `roots` [batch, A] the tokens there.
+    `context` of the texts, `anchors` [batch, A] the positions of the roots (ascending, for the sake
+    of flex attention's sparsity), `roots` [batch, A] the tokens there.
     `seen` [batch, A] is how many context positions a block sees, the anchor if not given. The
     network may be in another dtype than the target: it is while it trains.
     """
-    (batch, length), dtype = taps.shape[:2], net.fc.weight.dtype
     size = net.config.block_size
-    slots = torch.arange(size, device=taps.device)
+    slots = torch.arange(size, device=anchors.device)
     positions = (anchors[..., None] + slots).flatten(1)  # [batch, A * size]
     tokens = torch.full_like(positions, net.config.mask_token_id).view(*roots.shape, size)
     tokens[..., 0] = roots
-    context = net.context(taps.to(dtype), torch.arange(length, device=taps.device)[None])
     kernel = _flex if flex else _split
-    blocks = embed(tokens.flatten(1)).to(dtype)
+    blocks = embed(tokens.flatten(1)).to(net.fc.weight.dtype)
     ends = anchors if seen is None else seen
     hidden = net(blocks, positions, kernel(net.config, context, ends))
-    return hidden.view(batch, -1, size, hidden.shape[-1])
+    return hidden.view(*roots.shape, size, hidden.shape[-1])
 
 
 def visible(

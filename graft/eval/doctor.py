@@ -21,7 +21,7 @@ from graft.budgets.fixed import Fixed
 from graft.core.errors import InputError
 from graft.decode.replay import Replay
 from graft.drafters.anchors import drafts_along
-from graft.drafters.blocks import draft_blocks
+from graft.drafters.blocks import context_of, draft_blocks
 from graft.drafters.dflash import DFlash
 from graft.drafters.dflash_config import rope_of
 from graft.drafters.dflash_net import DFlashNet, rotary_embedding
@@ -168,7 +168,9 @@ class Doctor:
             hidden = draft_blocks(
                 net,
                 self._target.embed,
-                taps=pad_sequence(taps[some : some + TOGETHER], batch_first=True),
+                context=context_of(
+                    net, pad_sequence(taps[some : some + TOGETHER], batch_first=True)
+                ),
                 roots=tokens.gather(1, anchors),
                 anchors=anchors,
                 seen=anchors + reading.sees_anchor,

@@ -29,6 +29,7 @@ class Replayed:
 
     prompt_id: str
     source: str
+    tokens: int  # that decoding commits after the first, up to the response's end
     walk: Walk
     fates: np.ndarray  # [R], indices into KINDS
     taken: np.ndarray  # [D, K] accepted tokens by depth and rank among the drafter's candidates
@@ -37,7 +38,7 @@ class Replayed:
 def replay_all(
     responses: Iterable[AnchoredResponse], methods: Mapping[str, Replay]
 ) -> dict[str, list[Replayed]]:
-    """Every method on every response that has a round."""
+    """Every method on every response."""
     found: dict[str, list[Replayed]] = {name: [] for name in methods}
     for response in responses:
         ranks = response.ranks()
@@ -49,6 +50,7 @@ def replay_all(
                 Replayed(
                     prompt_id=response.prompt_id,
                     source=response.source,
+                    tokens=len(response.response) - 1,
                     walk=walk,
                     fates=fates(walk, ranks, response.drafts.tokens.shape[2]),
                     taken=taken(walk, ranks, response.drafts.tokens.shape[2]),
@@ -131,8 +133,8 @@ class Summary:
     acceptance: list[float]  # of the rounds that get to depth d - 1, those that get to d
     by_rank: list[float]  # of the accepted tokens, by bin of RANKS
     by_depth_and_rank: list[list[float]]  # [D][K] as `acceptance`, by the accepted token's rank
-    tokens_per_second: float | None  # under the cost table
-    speedup: float | None  # over AR, by time per token, mean over responses
+    tokens_per_second: float | None  # under the cost table: 1 / the mean time per output token
+    speedup: float | None  # AR's time per output token / this mean
 
 
 def summarise(
@@ -187,9 +189,7 @@ def _summary(
     }
     pace = None
     if cost is not None:
-        pace = np.array(
-            [cost.seconds(one.walk.nodes).sum() / one.walk.committed.sum() for one in mine]
-        )
+        pace = float(np.mean([cost.seconds(one.walk.nodes).sum() / one.tokens for one in mine]))
     return Summary(
         name=name,
         responses=len(mine),
@@ -209,10 +209,8 @@ def _summary(
             for low, high in RANKS
         ],
         by_depth_and_rank=_shares(counts, reached[:-1, None]),
-        tokens_per_second=None
-        if cost is None
-        else float((accepted + 1).sum() / cost.seconds(nodes).sum()),
-        speedup=None if cost is None or pace is None else float(cost.ar / pace.mean()),
+        tokens_per_second=None if pace is None else 1 / pace,
+        speedup=None if cost is None or pace is None else cost.ar / pace,
     )
 
 

@@ -26,7 +26,7 @@ from graft.core.errors import InputError
 from graft.core.types import Generation
 from graft.decode.replay import Replay
 from graft.drafters.anchors import drafts_along
-from graft.drafters.blocks import draft_blocks
+from graft.drafters.blocks import context_of, draft_blocks
 from graft.drafters.dflash import new_network
 from graft.drafters.dflash_net import DFlashNet
 from graft.targets.hf import HFTarget
@@ -122,7 +122,7 @@ class DFlashModule(L.LightningModule):
         hidden = draft_blocks(
             self.net,
             self._target.embed,
-            taps=padded,
+            context=context_of(self.net, padded),
             roots=tokens.gather(1, anchors),
             anchors=anchors,
             flex=self._flex,
