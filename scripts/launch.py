@@ -47,6 +47,7 @@ from rich.progress import (
 from graft.core.errors import InputError
 from graft.core.types import Generation
 from graft.data.prompts import Prompt, apply_templates, check_keys, read_prompts
+from graft.scorer.checkpoint import EdgeScorer
 
 logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
 
@@ -119,8 +120,19 @@ def method_of(method: DictConfig) -> partial[Generation]:
 
 
 def bind(decode: partial[Generation], *, target: Any, drafter: Any | None) -> partial[Generation]:
-    """Give a decode function its models; plain decoding takes no drafter."""
+    """Give a decode function its models; plain decoding takes no drafter.
+
+    Raises InputError for a tree builder whose scorer was trained for other models.
+    """
+    if (scorer := scorer_of(decode)) is not None and drafter is not None:
+        scorer.check_fits(target.fingerprint, drafter.fingerprint)
+        scorer.to(target.device)
     return partial(decode, target=target, **({"drafter": drafter} if drafter else {}))
+
+
+def scorer_of(decode: partial[Generation]) -> EdgeScorer | None:
+    """The edge scorer that a method's builder asks, if it asks one."""
+    return getattr(decode.keywords.get("builder"), "scorer", None)
 
 
 def drafts(method: DictConfig) -> bool:

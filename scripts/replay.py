@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from launch import method_of, progress_bar, stage
+from launch import method_of, progress_bar, scorer_of, stage
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console, Group
 from rich.table import Table
@@ -38,15 +38,18 @@ from graft.eval.replay import RANKS, Summary, agreement, replay_all, summarise
 @stage("replay")
 def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
-    methods = {name: Replay.of(method_of(method)) for name, method in cfg.methods.items()}
-    if cfg.baseline not in methods:
-        raise InputError(f"baseline={cfg.baseline} is no method; there are {', '.join(methods)}")
+    decoders = {name: method_of(method) for name, method in cfg.methods.items()}
+    methods = {name: Replay.of(decode) for name, decode in decoders.items()}
+    baselines = {name: baseline_of(name, cfg.baseline, list(methods)) for name in methods}
     anchors = Anchors(paths(cfg.collected))
     made_by = anchors.made_by
+    models = {key: made_by[key]["fingerprint"] for key in ("target", "drafter")}
+    for decode in decoders.values():
+        if (scorer := scorer_of(decode)) is not None:
+            scorer.check_fits(**models)
     cost = None
     if cfg.cost:
         cost = CostTable.load(Path(cfg.cost))
-        models = {key: made_by[key]["fingerprint"] for key in ("target", "drafter")}
         cost.check_fits(models | {"dtype": made_by["settings"]["dtype"]})
     console.print(
         f"{made_by['target']['name']}; {made_by['drafter']['name']}; {len(anchors)} responses, "
@@ -62,7 +65,7 @@ def main(cfg: DictConfig) -> None:
     for folder in paths(cfg.check):
         if (folder / "rounds").is_dir():
             console.print(against_reality(anchors, folder), soft_wrap=True, end="\n\n")
-    summaries = summarise(found, baseline=cfg.baseline, cost=cost, seed=cfg.seed)
+    summaries = summarise(found, baselines=baselines, cost=cost, seed=cfg.seed)
 
     for table in (
         overview(summaries, cfg.baseline),
@@ -87,6 +90,15 @@ def main(cfg: DictConfig) -> None:
     for row in rows:
         log.log({f"{row['name']}/{key}": value for key, value in row.items()})
     log.close()
+
+
+def baseline_of(method: str, baseline: str, methods: Sequence[str]) -> str:
+    """The method of this name, or the one of this family at the method's own budget."""
+    at_budget = f"{baseline}_{method.rpartition('_')[2]}"
+    found = next((name for name in (baseline, at_budget) if name in methods), None)
+    if found is None:
+        raise InputError(f"baseline={baseline} is no method; there are {', '.join(methods)}")
+    return found
 
 
 def paths(folders: Any) -> list[Path]:

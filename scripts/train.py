@@ -1,17 +1,18 @@
-"""Train a drafter on its target's own responses.
+"""Train an edge scorer on collected data (TDES), or a drafter on its target's own responses.
 
+    python train.py
+    python train.py scorer=r4 name=mlp data.collected=[data/collected/a,data/collected/b]
+    python train.py +experiment=qwen3_8b
     python train.py +experiment=train_drafter_smollm2 data.responses=[data/responses/default]
     python train.py +experiment=train_drafter_qwen3_8b data.responses=[...] trainer.devices=8
-    python train.py name=mine model.layers=2 model.weighting=dpace trainer.max_steps=2000
 
 Interrupt it at any time: the same command goes on from the last saved state. The run's state and
-log lie in outputs/train/<name>; data/drafters/<name> always holds the best drafter so far, as
-`drafter=dflash drafter.checkpoint=data/drafters/<name>` takes it.
+log lie in outputs/train/<name>; data/scorers/<name> (data/drafters/<name>) always holds the best
+state so far, as conf/tree/tdes.yaml (conf/drafter/dflash.yaml) takes it.
 """
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import json
 import logging
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from hydra.utils import instantiate
 from launch import stage
 from lightning.pytorch.callbacks import EarlyStopping
@@ -30,14 +30,11 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from graft.core.errors import InputError
-from graft.core.linear import cast_parameters
-from graft.core.runlog import RunLog, revision, write_atomically
-from graft.drafters import dflash_checkpoint
-from graft.training.model_card import model_card
-from graft.training.run import LAST, KeepBest, KeepLast, RunLogger
+from graft.core.runlog import RunLog, revision
+from graft.training.run import LAST, KeepBest, KeepLast, RunFacts, RunLogger
 
 # A run is resumed under the same ones.
-SETTINGS = ("target", "data", "model", "trainer", "seed", "responses")
+SETTINGS = ("target", "data", "model", "trainer", "seed", "texts")
 
 
 @stage("train")
@@ -46,22 +43,20 @@ def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     folder, out = Path(cfg.run_folder), Path(cfg.out)
-    dflash_checkpoint.check_replaceable(out)
     folder.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
     L.seed_everything(cfg.seed, verbose=False)
     target = instantiate(cfg.target)
     data = instantiate(cfg.data, target=target)
-    config["responses"] = data.digest
+    config["texts"] = data.digest
     check_resumable(folder, config)
     model = instantiate(cfg.model, target=target, data=data)
-    check_monitor(cfg, model, data)
-    tokens = data.answer_tokens()
+    model.check_replaceable(out)
+    if cfg.monitor not in model.monitors:
+        known = ", ".join(model.monitors)
+        raise InputError(f"monitor={cfg.monitor} is not validated; choose from {known}")
     console.print(
-        f"{target.name}: {len(data.training)} responses, {sum(tokens.values())} answer tokens; "
-        f"{len(data.validation)} held out; state in {folder}".replace("torch.", ""),
-        style="dim",
-        soft_wrap=True,
+        f"{target.name}: {data.describe()}; state in {folder}", style="dim", soft_wrap=True
     )
     first = getattr(rank_zero_only, "rank", 0) == 0
     log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb) if first else None
@@ -69,27 +64,19 @@ def main(cfg: DictConfig) -> None:
         log.rows()  # cuts the torn line that a killed run may have left
     last = KeepLast(folder, cfg.save_every)
 
-    def card() -> str:
-        visits = trainer.global_step * trainer.accumulate_grad_batches * trainer.world_size
-        return model_card(
-            name=out.name,
+    def save() -> None:
+        batches = trainer.global_step * trainer.accumulate_grad_batches * trainer.world_size
+        facts = RunFacts(
             target=cfg.target.get("model", target.name),
-            net=model.net,
             config=config,
-            texts=len(data.training),
-            answer_tokens=tokens,
-            visits=visits * cfg.data.batch_size,
-            steps=trainer.global_step,
-            seconds=last.seconds,
-            log=log.rows() if log else [],
             git=revision(),
             command=" ".join(["python train.py", *sys.argv[1:]]),
+            steps=trainer.global_step,
+            batches=batches,
+            seconds=last.seconds,
+            rows=log.rows() if log else [],
         )
-
-    def save() -> None:
-        net = copy.deepcopy(model.net).cpu()
-        cast_parameters(net, torch.device("cpu"), torch.bfloat16)
-        dflash_checkpoint.save(net, out, {"README.md": card()})
+        model.write(out, facts)
 
     best = KeepBest(cfg.monitor, save)
     stop = EarlyStopping(cfg.monitor, mode="max", patience=cfg.patience)
@@ -104,7 +91,6 @@ def main(cfg: DictConfig) -> None:
     state = folder / LAST
     trainer.fit(model, data, ckpt_path=str(state) if state.exists() else None, weights_only=False)
     if log is not None:
-        write_atomically(out / "README.md", card())  # the whole curve
         log.close()
         console.print(f"{out} holds the best state ({cfg.monitor} {best.score:.3f})")
 
@@ -119,19 +105,6 @@ def check_resumable(folder: Path, config: dict[str, Any]) -> None:
             raise InputError(
                 f"{folder} holds a run with another {key}; choose a new name= or delete the folder"
             )
-
-
-def check_monitor(cfg: DictConfig, model: Any, data: Any) -> None:
-    """Refuse what would be found out at the first validation, hours from now (InputError)."""
-    known = [f"mat/{name}" for name in cfg.model.methods]
-    if cfg.monitor not in known:
-        raise InputError(f"monitor={cfg.monitor} is not validated; choose from {', '.join(known)}")
-    size = model.net.config.block_size
-    if all(len(text.tokens) - text.start <= size for text in data.validation):
-        raise InputError(
-            f"no held-out answer is longer than a block of {size}: nothing can be validated; raise "
-            "data.held_out, or max_new_tokens when the responses are made"
-        )
 
 
 def keep_freed_memory() -> None:

@@ -12,6 +12,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
+from graft.scorer import checkpoint
+from graft.scorer.checkpoint import EdgeScorer
 from graft.targets import hf, tiny
 
 # What tests collect is mapped through the cache of `datasets`, which nobody has imported yet: not
@@ -46,6 +48,22 @@ def family(request) -> str:
 @pytest.fixture
 def target(family: str) -> hf.HFTarget:
     return tiny.load(family, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny_scorer(tmp_path_factory) -> str:
+    """A scorer with random weights for the tiny targets' vocabulary, D = 7 and K = 8."""
+    folder = tmp_path_factory.mktemp("scorer") / "random"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = {"term": "mlp", "mode": "normalised", "depth": 7, "hidden_size": 64}
+        net = checkpoint.build({**model, "width": 8, "projection": 8, "dropout": 0.0})
+        torch.nn.init.normal_(net.term.out.weight, std=2.0)
+        tables = net.tables(torch.randn(tiny.load(device="cpu").vocab_size, 64))
+    config = {"model": {**model, "width": 8, "projection": 8, "dropout": 0.0}}
+    config |= {"target": "t", "drafter": "d", "depth": 7, "candidates": 8}
+    EdgeScorer(net, tables, config).save(folder, {})
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

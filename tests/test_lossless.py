@@ -33,13 +33,16 @@ SAMPLING = {
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("policy", group("budget"))
 @pytest.mark.parametrize("tree", group("tree"))
-def test_every_config_reproduces_plain_decoding(target, tree, policy, sampling, drafter):
+def test_every_config_reproduces_plain_decoding(
+    target, tree, policy, sampling, drafter, tiny_scorer
+):
     request = Request(PROMPT, 40, stop_tokens=target.stop_tokens, **SAMPLING[sampling])
     oracle = autoregressive.generate(request, target=target)
     overrides = (
         f"tree@method.builder={tree}",
         f"budget@method.budget={policy}",
         f"drafter={drafter}",
+        f"paths.scorer={tiny_scorer}",
     )
     for nodes in BUDGETS if policy == "fixed" else (None,):
         sized = [f"method.budget.nodes={nodes}"] if nodes else []

@@ -278,7 +278,8 @@ def test_a_summary_adds_up():
     methods = {name: METHODS[name] for name in ("chain", "ddtree_4", "ddtree_64")}
     cost = CostTable(rows=(1, 4, 128), verify=(1.0, 1.5, 3.0), draft=0.25, host=0.01)
     found = replay_all(responses, methods)
-    summaries = {s.name: s for s in summarise(found, baseline="chain", cost=cost)}
+    baselines = dict.fromkeys(methods, "chain")
+    summaries = {s.name: s for s in summarise(found, baselines=baselines, cost=cost)}
     for name, s in summaries.items():
         mine = found[name]
         rounds = [n for one in mine for n in one.walk.committed]

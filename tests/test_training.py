@@ -226,6 +226,10 @@ def test_warm_start_takes_the_targets_blocks(tmp_path, family):
 
 TINY_RUN = (
     "+experiment=tiny",
+    "data=responses",
+    "model=dflash",
+    "trainer=default",
+    "monitor=mat/ddtree_16",
     "model.layers=1",
     "model.block_size=4",
     "model.taps=1",

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from graft.core.tree import accept, ancestor_mask
 from graft.core.types import Draft, DraftTree
-from graft.trees.best_first import expand, expand_reference
+from graft.trees.best_first import (
+    expand,
+    expand_edges,
+    expand_edges_reference,
+    expand_reference,
+)
+from graft.trees.tdes import TDES
 
 FIELDS = ("tokens", "parents", "depths", "log_scores", "visible")
 
@@ -36,6 +42,17 @@ def drafts(draw, max_depth: int = 6, max_candidates: int = 6) -> Draft:
     )
 
 
+class AnyScorer:
+    """Scores of edges out of the hat, the same for the same draft; some positive."""
+
+    def edge_scores(self, draft: Draft) -> tuple[np.ndarray, np.ndarray]:
+        D, K = draft.tokens.shape
+        rng = np.random.default_rng(draft.root)
+        grand = K if draft.root % 2 else 1
+        scores = rng.normal(-1, 1, (D, grand, K, K)).round(draft.root % 3)
+        return draft.tokens, scores.astype(np.float32)
+
+
 def same(a: DraftTree, b: DraftTree) -> bool:
     pairs = [(getattr(a, field), getattr(b, field)) for field in FIELDS]
     return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
@@ -47,11 +64,51 @@ def test_compiled_expansion_is_the_plain_one(draft, budget):
     assert same(expand(draft, budget), expand_reference(draft, budget))
 
 
+@given(drafts(max_depth=5, max_candidates=5), st.integers(1, 60), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_compiled_expansion_of_edges_is_the_plain_one(draft, budget, spine):
+    tokens, scores = AnyScorer().edge_scores(draft)
+    arguments = (draft.root, tokens, scores, budget)
+    tree = expand_edges(*arguments, spine=spine)
+    assert same(tree, expand_edges_reference(*arguments, spine=spine))
+    if spine:
+        depth = min(budget, len(tokens))
+        assert tree.tokens[1 : depth + 1].tolist() == tokens[:depth, 0].tolist()
+        assert tree.prefix(depth).is_chain
+
+
+@given(drafts(max_depth=5, max_candidates=5), st.integers(1, 60))
+@settings(max_examples=200, deadline=None)
+def test_edges_that_ignore_the_parent_give_ddtree(draft, budget):
+    D, K = draft.log_probs.shape
+    scores = np.ascontiguousarray(np.broadcast_to(draft.log_probs[:, None, None], (D, 1, K, K)))
+    assert same(expand_edges(draft.root, draft.tokens, scores, budget), expand(draft, budget))
+
+
+@given(drafts(max_depth=4, max_candidates=4), st.integers(1, 60))
+@settings(max_examples=100, deadline=None)
+def test_scores_that_are_log_probabilities_come_out_in_order(draft, budget):
+    """And raw ones need not: what comes out is a tree all the same (the laws above)."""
+    tokens, scores = AnyScorer().edge_scores(draft)
+    tree = expand_edges(draft.root, tokens, np.minimum(scores, 0), budget)
+    assert (np.diff(tree.log_scores[1:]) <= 0).all()
+
+
+def test_raw_scores_break_the_order():
+    scores = np.full((2, 1, 2, 2), -1, np.float32)
+    scores[1] = 2  # a child better than its parent
+    tree = expand_edges(0, np.array([[1, 2], [3, 4]]), scores, 6)
+    assert (np.diff(tree.log_scores[1:]) > 0).any()
+
+
 @pytest.mark.parametrize("name", group("tree"))
 @given(draft=drafts(), budget=st.integers(1, 60), smaller=st.integers(0, 60))
 @settings(max_examples=60, deadline=None)
 def test_every_builder_obeys_the_laws(name, draft, budget, smaller):
-    builder = instantiate(composed("generate", f"tree@method.builder={name}").method.builder)
+    if name == "tdes":  # a trained scorer has one D and one K
+        builder = TDES(AnyScorer())
+    else:
+        builder = instantiate(composed("generate", f"tree@method.builder={name}").method.builder)
     tree = builder.build(draft, budget)
     n = len(tree)
     assert 1 <= n <= budget + 1

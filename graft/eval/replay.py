@@ -140,23 +140,23 @@ class Summary:
 def summarise(
     found: Mapping[str, Sequence[Replayed]],
     *,
-    baseline: str,
+    baselines: Mapping[str, str],
     cost: CostTable | None = None,
     seed: int = 0,
 ) -> list[Summary]:
-    """One summary a method; `baseline` is the one that gains are over."""
+    """One summary a method; `baselines` names the one that each method's gain is over."""
     names = list(found)
-    prompts = [one.prompt_id for one in found[baseline]]
+    prompts = [one.prompt_id for one in found[names[0]]]
     mats = np.array([[one.walk.mat for one in found[name]] for name in names]).T
     samples = resampled_means(mats, prompts, seed=seed)  # [resamples, methods]
-    base = names.index(baseline)
+    base = {name: names.index(baselines[name]) for name in names}
     return [
         _summary(
             name,
             found[name],
             samples=samples[:, i],
-            base_samples=samples[:, base],
-            base=float(mats[:, base].mean()),
+            base_samples=samples[:, base[name]],
+            base=float(mats[:, base[name]].mean()),
             cost=cost,
         )
         for i, name in enumerate(names)

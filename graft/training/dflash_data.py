@@ -189,6 +189,13 @@ class ResponseData(L.LightningDataModule):
             raise InputError(f"data.held_out={len(self.validation)} is less than one text a device")
         return DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
 
+    def describe(self) -> str:
+        """What is trained and validated on, in a few words."""
+        return (
+            f"{len(self.training)} responses, {sum(self.answer_tokens().values())} answer tokens; "
+            f"{len(self.validation)} held out"
+        )
+
     def answer_tokens(self) -> dict[str, int]:
         """Answer tokens trained on, by source."""
         counts: Counter[str] = Counter()

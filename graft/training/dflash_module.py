@@ -8,6 +8,7 @@ reports what counts: tokens a round.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import defaultdict
@@ -23,8 +24,10 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from graft.core.errors import InputError
+from graft.core.linear import cast_parameters
 from graft.core.types import Generation
 from graft.decode.replay import Replay
+from graft.drafters import dflash_checkpoint
 from graft.drafters.anchors import drafts_along
 from graft.drafters.blocks import context_of, draft_blocks
 from graft.drafters.dflash import new_network
@@ -32,7 +35,9 @@ from graft.drafters.dflash_net import DFlashNet
 from graft.targets.hf import HFTarget
 from graft.training.dflash_data import BlockBatch, ResponseData, Text, frequent_tokens
 from graft.training.head_loss import head_loss
+from graft.training.model_card import model_card
 from graft.training.objective import decay_weights, default_gamma, dpace_weights
+from graft.training.run import RunFacts
 from graft.training.tap_cache import TapCache
 from graft.training.warm_start import warm_start
 
@@ -46,6 +51,7 @@ class DFlashModule(L.LightningModule):
         self,
         net: DFlashNet,
         target: HFTarget,
+        data: ResponseData | None = None,
         *,
         methods: Mapping[str, partial[Generation]],
         weighting: Literal["decay", "dpace"] = "decay",
@@ -61,7 +67,7 @@ class DFlashModule(L.LightningModule):
         super().__init__()
         if weighting not in ("decay", "dpace"):
             raise InputError(f"model.weighting must be decay or dpace, not {weighting}")
-        self.net, self._target = net, target
+        self.net, self._target, self._data = net, target, data
         self._replays = {name: Replay.of(method) for name, method in methods.items()}
         self._weighting, self._alpha, self._tap_dropout = weighting, alpha, tap_dropout
         self._lr, self._weight_decay, self._warmup = lr, weight_decay, warmup
@@ -167,6 +173,24 @@ class DFlashModule(L.LightningModule):
     def on_validation_end(self) -> None:
         self._stepped = None  # a validation is no part of a step
 
+    @property
+    def monitors(self) -> list[str]:
+        """What a validation measures and training may be steered by."""
+        return [f"mat/{name}" for name in self._replays]
+
+    def check_replaceable(self, out: Path) -> None:
+        """Raise InputError if `out` holds something other than a drafter."""
+        dflash_checkpoint.check_replaceable(out)
+
+    def write(self, out: Path, facts: RunFacts) -> None:
+        """The network in bf16, as conf/drafter/dflash.yaml takes it, and its card."""
+        assert self._data is not None, "built without data"
+        net = copy.deepcopy(self.net).cpu()
+        cast_parameters(net, torch.device("cpu"), torch.bfloat16)
+        texts = (len(self._data.training), self._data.answer_tokens())
+        card = model_card(out.name, self.net, facts, texts=texts[0], answer_tokens=texts[1])
+        dflash_checkpoint.save(net, out, {"README.md": card})
+
     @torch.inference_mode()
     def validation_step(self, text: Text, _index: int) -> None:
         drafts = drafts_along(self.net, self._target, text.tokens, start=text.start)
@@ -267,7 +291,12 @@ def build(
     if tap_cache is not None:
         width = len(net.config.target_layer_ids) * target.hidden_size
         cache = TapCache(Path(tap_cache), [len(text.tokens) for text in data.training], width)
-    return DFlashModule(net.to(target.device), target, cache=cache, **recipe)
+    if all(len(text.tokens) - text.start <= block_size for text in data.validation):
+        raise InputError(
+            f"no held-out answer is longer than a block of {block_size}: nothing can be validated; "
+            "raise data.held_out, or max_new_tokens when the responses are made"
+        )
+    return DFlashModule(net.to(target.device), target, data, cache=cache, **recipe)
 
 
 def rows_of(draft_tokens: torch.Tensor | None, vocab_size: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graft.drafters.dflash_net import DFlashNet
+from graft.training.run import RunFacts
 
 TEMPLATE = """\
 ---
@@ -46,25 +47,15 @@ The recipe:
 
 
 def model_card(
-    *,
-    name: str,
-    target: str,
-    net: DFlashNet,
-    config: Mapping[str, Any],
-    texts: int,
-    answer_tokens: Mapping[str, int],
-    visits: int,
-    steps: int,
-    seconds: float,
-    log: Sequence[Mapping[str, Any]],
-    git: str,
-    command: str,
+    name: str, net: DFlashNet, facts: RunFacts, *, texts: int, answer_tokens: Mapping[str, int]
 ) -> str:
     """Markdown with the hub's front matter.
 
-    `config` is the run's, resolved; `answer_tokens` were trained on, by source; a text was visited
-    at every one of `visits`; `log` holds the validations among its rows.
+    The log of `facts` holds the validations among its rows; `texts` were trained on, with so many
+    `answer_tokens` by source.
     """
+    config, steps = facts.config, facts.steps
+    visits = facts.batches * config["data"]["batch_size"]
     drafts = ""
     if net.draft_tokens is not None:
         drafts = (
@@ -73,23 +64,23 @@ def model_card(
         )
     root = config["paths"]["root"] + "/"  # whose machine it was made on is nobody's business
     recipe = {key: config[key] for key in ("data", "model", "trainer", "seed")}
-    validations = {row["step"]: row for row in log if config["monitor"] in row}
+    validations = {row["step"]: row for row in facts.rows if config["monitor"] in row}
     curve = [validations[step] for step in sorted(validations)]
     best = max(curve, key=lambda row: row[config["monitor"]], default={})
     return TEMPLATE.format(
         license=config["license"],
         name=name,
-        target=target.replace(root, ""),
+        target=facts.target.replace(root, ""),
         depth=net.config.block_size - 1,
         layers=net.config.num_layers,
         parameters=sum(p.numel() for p in net.parameters()) / 1e6,
         taps=", ".join(map(str, net.config.target_layer_ids)),
         mask=net.config.mask_token_id,
         draft_vocab=drafts,
-        command=command.replace(root, ""),
-        git=git,
+        command=facts.command.replace(root, ""),
+        git=facts.git,
         steps=steps,
-        duration=_duration(seconds),
+        duration=_duration(facts.seconds),
         tokens=sum(answer_tokens.values()),
         visits=visits / texts,
         sources=_sources(answer_tokens, config["licences"], best),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,20 @@ from graft.core.errors import InputError
 from graft.core.runlog import RunLog
 
 LAST = "last.ckpt"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a model card says of the run that made the model."""
+
+    target: str
+    config: Mapping[str, Any]
+    git: str
+    command: str
+    steps: int  # of the optimiser
+    batches: int  # over all devices
+    seconds: float
+    rows: Sequence[Mapping[str, Any]]  # of the log
 
 
 class RunLogger(Logger):

@@ -1,5 +1,5 @@
-"""Best-first expansion over products of marginals: the heap of DDTree, compiled, beside its plain
-reference.
+"""Best-first expansion, compiled, beside its plain reference: over products of marginals (the heap
+of DDTree), and over scores of edges, which depend on the parent.
 
 A frontier entry is a path given by (parent node, depth, rank). Pop the best, admit it as a node,
 push its next sibling (rank + 1, same parent) and its first child (depth + 1, rank 0). All scores
@@ -7,6 +7,11 @@ are sums of log-probabilities <= 0, so an entry is never better than the one tha
 come out in order of score, and the first B of them are the B most probable paths: the tree that
 maximises the expected accepted length under the factorised draft (DDTree, Prop. 1-3). Equal scores
 go to the entry pushed first, so a draft has one tree, and a smaller budget a prefix of it.
+
+Scores of edges change the order of children from parent to parent: siblings are pushed in the order
+of their scores there. Where these are log-probabilities all of the above holds. Where they may be
+positive (raw scores), nodes no longer come out in order of score; what comes out is still a tree,
+and a smaller budget a prefix of it.
 """
 
 from __future__ import annotations
@@ -60,6 +65,43 @@ def _better(heap, scores, i, j):  # heap slots i, j: higher score first, then th
 
 
 @numba.njit(cache=True)
+def _pop(heap, size, scores):
+    """Take the best of `size` entries off the heap."""
+    entry = heap[0]
+    size -= 1
+    heap[0] = heap[size]
+    i = 0
+    while True:  # sift down
+        child = 2 * i + 1
+        if child >= size:
+            return entry
+        if child + 1 < size and _better(heap, scores, child + 1, child):
+            child += 1
+        if not _better(heap, scores, child, i):
+            return entry
+        heap[i], heap[child] = heap[child], heap[i]
+        i = child
+
+
+@numba.njit(cache=True)
+def _push(heap, size, scores, entry):
+    heap[size] = entry
+    i = size
+    while i > 0 and _better(heap, scores, i, (i - 1) // 2):  # sift up
+        heap[i], heap[(i - 1) // 2] = heap[(i - 1) // 2], heap[i]
+        i = (i - 1) // 2
+
+
+@numba.njit(cache=True)
+def _see_ancestors(visible, parents, node):
+    """Mark a node's ancestors and itself: at most D steps, where copying a row would be N."""
+    at = node
+    while at >= 0:
+        visible[node, at] = True
+        at = parents[at]
+
+
+@numba.njit(cache=True)
 def _expand(root, tokens, log_probs, budget):
     D, K = log_probs.shape
     N = budget + 1
@@ -79,47 +121,160 @@ def _expand(root, tokens, log_probs, budget):
     size, pushed, n = 1, 1, 1
 
     while size > 0 and n < N:
-        entry = heap[0]
+        entry = _pop(heap, size, scores)
         size -= 1
-        heap[0] = heap[size]
-        i = 0
-        while True:  # sift down
-            child = 2 * i + 1
-            if child >= size:
-                break
-            if child + 1 < size and _better(heap, scores, child + 1, child):
-                child += 1
-            if not _better(heap, scores, child, i):
-                break
-            heap[i], heap[child] = heap[child], heap[i]
-            i = child
-
         parent, depth, rank = parents[entry], depths[entry], ranks[entry]
         out_tokens[n], out_parents[n] = tokens[depth - 1, rank], parent
         out_depths[n], out_scores[n] = depth, scores[entry]
-        visible[n, n] = True
-        while parent >= 0:  # at most D steps, where copying the parent's row would be N
-            visible[n, parent] = True
-            parent = out_parents[parent]
-        parent = parents[entry]
-
-        for push in range(2):
-            if push == 0:  # next sibling
-                if rank + 1 >= K:
-                    continue
-                scores[pushed] = out_scores[parent] + log_probs[depth - 1, rank + 1]
-                parents[pushed], depths[pushed], ranks[pushed] = parent, depth, rank + 1
-            else:  # first child
-                if depth >= D:
-                    continue
-                scores[pushed] = scores[entry] + log_probs[depth, 0]
-                parents[pushed], depths[pushed], ranks[pushed] = n, depth + 1, 0
-            heap[size] = pushed
-            i = size
-            size += 1
-            pushed += 1
-            while i > 0 and _better(heap, scores, i, (i - 1) // 2):  # sift up
-                heap[i], heap[(i - 1) // 2] = heap[(i - 1) // 2], heap[i]
-                i = (i - 1) // 2
+        _see_ancestors(visible, out_parents, n)
+        if rank + 1 < K:  # next sibling
+            scores[pushed] = out_scores[parent] + log_probs[depth - 1, rank + 1]
+            parents[pushed], depths[pushed], ranks[pushed] = parent, depth, rank + 1
+            _push(heap, size, scores, pushed)
+            size, pushed = size + 1, pushed + 1
+        if depth < D:  # first child
+            scores[pushed] = scores[entry] + log_probs[depth, 0]
+            parents[pushed], depths[pushed], ranks[pushed] = n, depth + 1, 0
+            _push(heap, size, scores, pushed)
+            size, pushed = size + 1, pushed + 1
         n += 1
+    return out_tokens[:n], out_parents[:n], out_depths[:n], out_scores[:n], visible[:n, :n]
+
+
+def expand_edges_reference(
+    root: int, tokens: np.ndarray, scores: np.ndarray, budget: int, *, spine: bool = False
+) -> DraftTree:
+    """`expand_edges` as on a blackboard."""
+    (D, G, K, _), order = scores.shape, np.argsort(-scores, axis=-1, kind="stable")
+    nodes = [(root, -1, 0, np.float32(0.0))]
+    ranks = [0]  # of each node among the candidates of its depth; 0 at the root
+    heap: list[tuple[np.float32, int, int, int]] = []  # (-score, pushed, parent, place)
+    pushed = 0
+
+    def edges(parent: int) -> tuple[np.ndarray, np.ndarray]:
+        """Scores of the children [K], and their order."""
+        above = nodes[parent][1]
+        grand = ranks[above] if above >= 0 and G > 1 else 0
+        depth = nodes[parent][2]
+        return scores[depth, grand, ranks[parent]], order[depth, grand, ranks[parent]]
+
+    def push(parent: int, place: int) -> None:
+        nonlocal pushed
+        own, sequence = edges(parent)
+        while place < K and (parent, int(sequence[place])) in on_spine:
+            place += 1
+        if place < K:
+            score = nodes[parent][3] + own[sequence[place]]
+            heapq.heappush(heap, (-score, pushed, parent, place))
+            pushed += 1
+
+    def admit(parent: int, rank: int, score: np.float32) -> None:
+        depth = nodes[parent][2] + 1
+        nodes.append((tokens[depth - 1, rank], parent, depth, score))
+        ranks.append(rank)
+
+    on_spine = {(depth, 0) for depth in range(D)} if spine else set()
+    if spine:
+        for depth in range(min(D, budget)):
+            admit(depth, 0, nodes[depth][3] + edges(depth)[0][0])
+        for node in range(len(nodes)):
+            if nodes[node][2] < D:
+                push(node, 0)
+    else:
+        push(0, 0)
+    while heap and len(nodes) <= budget:
+        negative, _, parent, place = heapq.heappop(heap)
+        admit(parent, int(edges(parent)[1][place]), -negative)
+        push(parent, place + 1)
+        if nodes[-1][2] < D:
+            push(len(nodes) - 1, 0)
+    words, parents, depths, totals = zip(*nodes, strict=True)
+    return DraftTree(
+        np.array(words, np.int64),
+        np.array(parents, np.int64),
+        np.array(depths, np.int64),
+        np.array(totals, np.float32),
+        ancestor_mask(np.array(parents)),
+    )
+
+
+def expand_edges(
+    root: int, tokens: np.ndarray, scores: np.ndarray, budget: int, *, spine: bool = False
+) -> DraftTree:
+    """The tree of the best paths by edge scores [D, G, K, K] over candidates [D, K].
+
+    By grandparent's rank (G = 1 where it does not matter), parent's and child's; parents of depth 1
+    and grandparents of depths 1 and 2 have rank 0. With `spine` the drafter's own best path is
+    admitted first, whatever its score.
+    """
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    return DraftTree(*_expand_edges(root, tokens, scores, order, budget, spine))
+
+
+@numba.njit(cache=True)
+def _expand_edges(root, tokens, edge_scores, order, budget, spine):
+    D, G, K = edge_scores.shape[:3]
+    N = budget + 1
+    out_tokens, out_parents = np.empty(N, np.int64), np.full(N, -1, np.int64)
+    out_depths, out_scores = np.zeros(N, np.int64), np.zeros(N, np.float32)
+    out_ranks = np.zeros(N, np.int64)
+    visible = np.zeros((N, N), np.bool_)
+    out_tokens[0], visible[0, 0] = root, True
+    M = 2 * N + D + 1
+    scores = np.empty(M, np.float32)
+    parents, places = np.empty(M, np.int64), np.empty(M, np.int64)
+    heap = np.empty(M, np.int64)
+    size, pushed, n = 0, 0, 1
+    last_spine = 0  # node number of the deepest node on the spine
+
+    if spine:
+        for depth in range(min(D, budget)):
+            out_tokens[n], out_parents[n] = tokens[depth, 0], n - 1
+            out_depths[n] = depth + 1
+            out_scores[n] = out_scores[n - 1] + edge_scores[depth, 0, 0, 0]
+            _see_ancestors(visible, out_parents, n)
+            n += 1
+        last_spine = n - 1
+
+    opened, entry_parent, place = 0, 0, 0
+    next_sibling = False
+    while True:
+        # Push what is due: the sibling behind the one just admitted, then first children.
+        while True:
+            if next_sibling:
+                parent, at = entry_parent, place + 1
+                next_sibling = False
+            elif opened < n:
+                parent, at = opened, 0
+                opened += 1
+            else:
+                break
+            depth = out_depths[parent]
+            if depth == D:
+                continue
+            above = out_parents[parent]
+            grand = out_ranks[above] if above >= 0 and G > 1 else 0
+            rank = out_ranks[parent]
+            on_spine = spine and parent <= last_spine  # whose child of rank 0 is there already
+            if on_spine and at < K and order[depth, grand, rank, at] == 0:
+                at += 1
+            if at < K:
+                child = order[depth, grand, rank, at]
+                scores[pushed] = out_scores[parent] + edge_scores[depth, grand, rank, child]
+                parents[pushed], places[pushed] = parent, at
+                _push(heap, size, scores, pushed)
+                size, pushed = size + 1, pushed + 1
+        if size == 0 or n >= N:
+            break
+        entry = _pop(heap, size, scores)
+        size -= 1
+        entry_parent, place = parents[entry], places[entry]
+        depth, above = out_depths[entry_parent], out_parents[entry_parent]
+        grand = out_ranks[above] if above >= 0 and G > 1 else 0
+        child = order[depth, grand, out_ranks[entry_parent], place]
+        out_tokens[n], out_parents[n], out_ranks[n] = tokens[depth, child], entry_parent, child
+        out_depths[n], out_scores[n] = depth + 1, scores[entry]
+        _see_ancestors(visible, out_parents, n)
+        n += 1
+        next_sibling = True
     return out_tokens[:n], out_parents[:n], out_depths[:n], out_scores[:n], visible[:n, :n]

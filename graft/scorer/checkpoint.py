@@ -1,0 +1,144 @@
+"""A trained scorer on disk and in decoding: config.json, the parameters, and the per-token tables,
+so that neither replay nor a tree builder needs the target's embedding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from graft.core.errors import InputError
+from graft.core.types import Draft
+from graft.scorer import terms
+from graft.scorer.edges import edges_of
+from graft.scorer.net import Scorer
+
+TERMS: dict[str, type[terms.Nothing]] = {
+    "nothing": terms.Nothing,
+    "ranks": terms.Ranks,
+    "mlp": terms.MLP,
+    "bilinear": terms.Bilinear,
+}
+VERSION = 1
+
+
+def build(config: Mapping[str, Any]) -> Scorer:
+    """An untrained scorer of a configuration: `term`, `mode`, `depth` and the term's own sizes."""
+    kind, mode = config["term"], config["mode"]
+    if kind not in TERMS:
+        raise InputError(f"model.term must be one of {', '.join(TERMS)}, not {kind}")
+    if mode not in ("raw", "normalised"):
+        raise InputError(f"model.mode must be raw or normalised, not {mode}")
+    sizes = {key: value for key, value in config.items() if key not in ("term", "mode")}
+    return Scorer(TERMS[kind](**sizes), depth=config["depth"], mode=mode)
+
+
+class EdgeScorer:
+    """A scorer with its tables, as a tree builder asks it."""
+
+    def __init__(
+        self, scorer: Scorer, tables: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+    ):
+        self._scorer, self._tables = scorer.eval().requires_grad_(False), dict(tables)
+        self.config = dict(config)
+        self._pairs = scorer.term.uses_grandparent
+
+    @torch.inference_mode()
+    def edge_scores(self, draft: Draft) -> tuple[np.ndarray, np.ndarray]:
+        """The K candidates [D, K] that are scored, and their scores [D, G, K, K].
+
+        By grandparent's rank (G = 1 if it does not matter), parent's and child's. Raises InputError
+        for a draft of another depth, or with fewer candidates than it was trained with.
+        """
+        K, D = self.config["candidates"], self.config["depth"]
+        if draft.tokens.shape[0] != D or draft.tokens.shape[1] < K:
+            raise InputError(
+                f"the scorer was trained for D = {D} and K = {K}, the drafter gives "
+                f"{draft.tokens.shape[0]} and {draft.tokens.shape[1]}; set drafter.candidates={K}"
+            )
+        draft = Draft(
+            draft.root, draft.tokens[:, :K], draft.log_probs[:, :K], draft.cosines, draft.hidden
+        )
+        if self._scorer.term.uses_hidden and draft.hidden.shape[1] == 0:
+            raise InputError(
+                "the scorer looks at the drafter's states, which were not kept; collect anchors "
+                "with hidden=int8"
+            )
+        edges = edges_of(draft, self._device, pairs=self._pairs)
+        tokens = {
+            "parent": edges.parents,
+            "child": edges.candidates,
+            "grandparent": edges.grandparents,
+        }
+        sides = {name: table[tokens[name]].float() for name, table in self._tables.items()}
+        scores = self._scorer.scores(edges, sides).cpu().numpy()
+        return draft.tokens, scores.reshape(D, -1, K, K)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._scorer.none.device
+
+    def to(self, device: torch.device) -> EdgeScorer:
+        """Move network and tables, in place."""
+        self._scorer.to(device)
+        self._tables = {name: table.to(device) for name, table in self._tables.items()}
+        return self
+
+    def check_fits(self, target: str, drafter: str) -> None:
+        """Refuse other models than it was trained for, by fingerprint (InputError)."""
+        for what, fingerprint in (("target", target), ("drafter", drafter)):
+            if self.config[what] != fingerprint:
+                raise InputError(
+                    f"the scorer was trained for another {what} ({self.config[what]}, not "
+                    f"{fingerprint}); train one: python train.py"
+                )
+
+    def shrink(self, factor: float) -> None:
+        """Weigh the learned term by this much."""
+        self._scorer.shrink.fill_(factor)
+
+    def save(self, folder: Path, texts: Mapping[str, str]) -> None:
+        """Write parameters, tables and config, and texts by file name; the folder appears whole."""
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+        partial.mkdir(parents=True)
+        try:
+            save_file(self._scorer.state_dict(), partial / "scorer.safetensors")
+            save_file(self._tables, partial / "tables.safetensors")
+            config = json.dumps({"version": VERSION, **self.config}, indent=2)
+            for name, text in {"config.json": config + "\n", **texts}.items():
+                (partial / name).write_text(text)
+            old = folder.with_name(f"{folder.name}.{os.getpid()}.old")
+            if folder.exists():
+                folder.rename(old)
+            partial.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def load(folder: str) -> EdgeScorer:
+    """Read a trained scorer. Raises InputError."""
+    path = Path(folder).expanduser()
+    try:
+        config = json.loads((path / "config.json").read_text())
+        if config.pop("version") != VERSION:
+            raise InputError(f"{path} was written by another version; train the scorer again")
+        scorer = build(config["model"])
+        scorer.load_state_dict(load_file(path / "scorer.safetensors"))
+        return EdgeScorer(scorer, load_file(path / "tables.safetensors"), config)
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"cannot read a scorer from {path} ({reason}); python train.py makes one"
+        ) from error
