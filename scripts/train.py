@@ -31,6 +31,8 @@ from rich.console import Console
 
 from graft.core.errors import InputError
 from graft.core.runlog import RunLog, revision
+from graft.eval.plots import draw_training
+from graft.scorer.checkpoint import load as load_scorer
 from graft.training.run import LAST, KeepBest, KeepLast, RunFacts, RunLogger
 
 # A run is resumed under the same ones.
@@ -92,6 +94,8 @@ def main(cfg: DictConfig) -> None:
     trainer.fit(model, data, ckpt_path=str(state) if state.exists() else None, weights_only=False)
     if log is not None:
         log.close()
+        if hasattr(model, "edge_scorer"):
+            draw_training(load_scorer(str(out)).config["trained"]).savefig(out / "training.png")
         console.print(f"{out} holds the best state ({cfg.monitor} {best.score:.3f})")
 
 

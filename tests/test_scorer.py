@@ -21,11 +21,12 @@ from graft.data.anchors import AnchoredResponse, Anchors
 from graft.data.rounds import Rounds
 from graft.decode.replay import Replay
 from graft.scorer import checkpoint
+from graft.scorer.calibration import calibration_error, reliability
 from graft.scorer.checkpoint import EdgeScorer
 from graft.scorer.losses import scorer_losses, target_distribution
 from graft.targets import tiny
 from graft.training.scorer_data import EdgeBatches, EdgeData, Fans, fans_of_anchors, fans_of_round
-from graft.training.scorer_module import build, calibration_error
+from graft.training.scorer_module import build
 from graft.trees.ddtree import DDTree
 from graft.trees.tdes import TDES
 
@@ -273,8 +274,8 @@ def test_calibration_error():
     probs = torch.full((1000,), 0.3)
     hits = torch.zeros(1000)
     hits[:300] = 1
-    assert calibration_error(probs, hits) == pytest.approx(0, abs=1e-6)
-    assert calibration_error(probs, torch.ones(1000)) == pytest.approx(0.7)
+    assert calibration_error(reliability(probs, hits)) == pytest.approx(0, abs=1e-6)
+    assert calibration_error(reliability(probs, torch.ones(1000))) == pytest.approx(0.7)
 
 
 # ---- through the scripts
@@ -342,6 +343,7 @@ def test_every_rung_trains_and_is_replayed(rung, trained, tmp_path, collected, m
     capsys.readouterr()
     assert run(monkeypatch, replay, *arguments, *places) == 0
     assert "tdes_16" in capsys.readouterr().out
+    assert (tmp_path / "scorer/training.png").stat().st_size > 10_000
     assert "Tokens a round over DDTree's" in (tmp_path / "scorer/README.md").read_text()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import itertools
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,3 +230,34 @@ def _foot(axes: Axes, words: Sequence[str], top: float, *, mismatch: bool) -> No
     for line, sentence in enumerate(words):
         y = top + ROW * (0.7 + 0.6 * line)
         axes.text(MARGIN, y, sentence, fontsize=NORMAL - 1, va="center", parse_math=False)
+
+
+def draw_training(trained: Mapping[str, Any]) -> Figure:
+    """How good a scorer is on held-out prompts: tokens a round by budget, and its calibration."""
+    figure = Picture(figsize=(8, 3.2), dpi=150, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    budgets = [int(budget) for budget in trained["mats"]]
+    for label, color, values in zip(
+        ("TDES", "DDTree"),
+        (ACCEPTED[0], PLAIN[0]),
+        zip(*trained["mats"].values(), strict=True),
+        strict=True,
+    ):
+        left.plot(budgets, values, marker="o", color=color, label=label)
+    left.set(xscale="log", xlabel="budget, nodes", ylabel="MAT, tokens a round")
+    left.set_xticks(budgets, [str(budget) for budget in budgets], minor=False)
+    left.minorticks_off()
+    left.legend(frameon=False)
+    bins = [(p, o, n) for p, o, n in trained["reliability"] if n]
+    right.plot([0, 1], [0, 1], color=PLAIN[0], lw=0.8, ls="--")
+    if bins:
+        predicted, observed, counts = zip(*bins, strict=True)
+        sizes = [8 + 60 * n / max(counts) for n in counts]
+        right.scatter(predicted, observed, s=sizes, color=WANTED[0])
+        right.set_title(f"calibration error {trained['ece']:.3f}", fontsize=9)
+    else:
+        right.set_title("raw scores are no probabilities", fontsize=9)
+    right.set(xlabel="predicted probability of a child", ylabel="share the target took", aspect=1)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -37,7 +37,7 @@ from graft.training.dflash_data import BlockBatch, ResponseData, Text, frequent_
 from graft.training.head_loss import head_loss
 from graft.training.model_card import model_card
 from graft.training.objective import decay_weights, default_gamma, dpace_weights
-from graft.training.run import RunFacts
+from graft.training.run import RunFacts, adamw
 from graft.training.tap_cache import TapCache
 from graft.training.warm_start import warm_start
 
@@ -227,23 +227,15 @@ class DFlashModule(L.LightningModule):
         self.log("train/gradient_norm", norm)
 
     def configure_optimizers(self) -> Any:
-        matrices = [p for p in self.net.parameters() if p.dim() > 1]
-        gains = [p for p in self.net.parameters() if p.dim() <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": self._weight_decay},
-            {"params": gains, "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=self._lr, betas=(0.9, 0.95), fused=True)
-        steps = int(self.trainer.estimated_stepping_batches)
-        rising = max(1, round(self._warmup * steps))
-
-        def scale(step: int) -> float:
-            if step < rising:
-                return (step + 1) / rising
-            return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        return adamw(
+            self.net,
+            steps=int(self.trainer.estimated_stepping_batches),
+            lr=self._lr,
+            weight_decay=self._weight_decay,
+            warmup=self._warmup,
+            betas=(0.9, 0.95),
+            fused=True,
+        )
 
 
 def build(

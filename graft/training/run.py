@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -36,6 +37,35 @@ class RunFacts:
     batches: int  # over all devices
     seconds: float
     rows: Sequence[Mapping[str, Any]]  # of the log
+
+
+def adamw(
+    module: torch.nn.Module,
+    *,
+    steps: int,
+    lr: float,
+    weight_decay: float,
+    warmup: float,
+    **options: Any,
+) -> Any:
+    """AdamW under a linear rise over a `warmup` share of the steps and a cosine to zero.
+
+    As Lightning wants it; vectors and scalars do not decay.
+    """
+    groups = [
+        {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in module.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, **options)
+    rising = max(1, round(warmup * steps))
+
+    def scale(step: int) -> float:
+        if step < rising:
+            return (step + 1) / rising
+        return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
+    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 class RunLogger(Logger):

@@ -9,7 +9,6 @@ of the learned term, tuned by the same replays.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,18 +24,18 @@ from graft.core.errors import InputError
 from graft.core.interfaces import TreeBuilder
 from graft.data.anchors import AnchoredResponse
 from graft.decode.replay import Replay
+from graft.scorer.calibration import calibration_error, reliability
 from graft.scorer.checkpoint import EdgeScorer
 from graft.scorer.checkpoint import build as build_scorer
 from graft.scorer.losses import scorer_losses, target_distribution
 from graft.scorer.net import Scorer
 from graft.targets.hf import HFTarget
-from graft.training.run import RunFacts
+from graft.training.run import RunFacts, adamw
 from graft.training.scorer_data import EdgeData, Fans
 from graft.trees.ddtree import DDTree
 from graft.trees.tdes import TDES
 
 SHRINKS = (1.0, 0.8, 0.6, 0.4)  # tried at every validation
-BINS = 10  # of a calibration error
 CHUNK = 4096  # fans scored together in validation
 
 
@@ -58,6 +57,8 @@ class ScorerModule(L.LightningModule):
         warmup: float,
     ) -> None:
         super().__init__()
+        if not budgets:
+            raise InputError("model.budgets is empty: nothing could be validated")
         if not any(losses.values()):
             raise InputError("model.losses are all 0: nothing would be learned")
         self.scorer, self._losses, self._margin = scorer, dict(losses), margin
@@ -75,10 +76,10 @@ class ScorerModule(L.LightningModule):
             "candidates": made_by["shape"]["K"],
         }
         self._fans = data.validation_fans
-        self._plain: dict[str, dict[int, float]] = {}  # DDTree's MAT by response and budget
-        self._rows: list[tuple[float, int, float, float]] = []
+        self._plain: dict[tuple[str, int, int], float] = {}  # DDTree's MAT
+        self._middle = self._budgets[(len(self._budgets) - 1) // 2]
         self._stepped: float | None = None
-        self._ece: float | None = None  # raw scores are no probabilities
+        self._reliability: list[tuple[float, float, int]] = []  # raw scores are no probabilities
         self.monitors = ("gain",)
 
     def transfer_batch_to_device(self, batch: Any, _device: torch.device, _loader: int) -> Any:
@@ -142,6 +143,8 @@ class ScorerModule(L.LightningModule):
     def on_validation_start(self) -> None:
         self._stepped = None  # a validation is no part of a step
         self._edge_scorer = self.edge_scorer()
+        self._seen: list[AnchoredResponse] = []
+        self._tried: dict[float, list[float]] = defaultdict(list)  # MAT by shrink factor
 
     def edge_scorer(self) -> EdgeScorer:
         """The scorer as decoding would use it now."""
@@ -150,42 +153,38 @@ class ScorerModule(L.LightningModule):
         return EdgeScorer(twin.eval(), twin.tables(self._embedding), self._config)
 
     def validation_step(self, response: AnchoredResponse, _index: int) -> None:
-        if response.prompt_id not in self._plain:
-            plain = {b: _mat(DDTree(), b, response) for b in self._budgets}
-            self._plain[response.prompt_id] = plain
-        plain = self._plain[response.prompt_id]
-        builder = TDES(self._edge_scorer)
-        trained = bool(sum(p.numel() for p in self.scorer.term.parameters()))
-        for shrink in SHRINKS if trained else SHRINKS[:1]:
+        """How much of the learned term to trust, at one budget; the others come at the end."""
+        self._seen.append(response)
+        learned = any(True for _ in self.scorer.term.parameters())
+        for shrink in SHRINKS if learned else SHRINKS[:1]:
             self._edge_scorer.shrink(shrink)
-            for budget in self._budgets:
-                mat = _mat(builder, budget, response)
-                self._rows.append((shrink, budget, mat, plain[budget]))
+            self._tried[shrink].append(self._mat(self._middle, response))
 
     def on_validation_epoch_end(self) -> None:
-        rows, self._rows = self._rows, []
-        if dist.is_available() and dist.is_initialized():
-            parts: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, rows)
-            rows = [row for part in parts for row in part]
-        sums: dict[tuple[float, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for shrink, budget, mat, plain in rows:
-            if not math.isnan(mat):
-                sums[shrink, budget][0] += mat
-                sums[shrink, budget][1] += plain
-        gains = {key: mine / theirs - 1 for key, (mine, theirs) in sums.items()}
-        mean = {
-            shrink: sum(gains[shrink, b] for b in self._budgets) / len(self._budgets)
-            for shrink in {key[0] for key in gains}
-        }
-        best = max(mean, key=lambda shrink: mean[shrink])
-        self.scorer.shrink.fill_(1.0)  # training goes on with the whole of it
-        self.best_shrink = best
-        self.log("gain", mean[best], prog_bar=True)
-        self.log("shrink", best)
+        tried = {shrink: _mean(mats) for shrink, mats in sorted(self._tried.items())}
+        self.best_shrink = max(tried, key=lambda shrink: tried[shrink])
+        self._edge_scorer.shrink(self.best_shrink)
+        self._mats = {}
         for budget in self._budgets:
-            self.log(f"gain/{budget}", gains[best, budget])
+            mine = _mean([self._mat(budget, response) for response in self._seen])
+            theirs = _mean([self._plain_mat(budget, response) for response in self._seen])
+            self._mats[budget] = [mine, theirs]
+        gains = {budget: mine / theirs - 1 for budget, (mine, theirs) in self._mats.items()}
+        self.log("gain", sum(gains.values()) / len(gains), prog_bar=True)
+        self.log("shrink", self.best_shrink)
+        for budget, gain in gains.items():
+            self.log(f"gain/{budget}", gain)
         self._log_calibration()
+
+    def _mat(self, budget: int, response: AnchoredResponse) -> float:
+        return _replayed(TDES(self._edge_scorer), budget, response)
+
+    def _plain_mat(self, budget: int, response: AnchoredResponse) -> float:
+        """DDTree's, which does not change."""
+        key = response.prompt_id, response.turn, budget
+        if key not in self._plain:
+            self._plain[key] = _replayed(DDTree(), budget, response)
+        return self._plain[key]
 
     @torch.no_grad()
     def _log_calibration(self) -> None:
@@ -207,11 +206,12 @@ class ScorerModule(L.LightningModule):
         self.scorer.train()
         self.log("nll", nll / len(self._fans))
         p, hit = torch.cat(probs), torch.cat(hits).float()
-        self._ece = calibration_error(p.flatten(), hit.flatten())
-        self.log("ece", self._ece)
+        self._reliability = reliability(p.flatten(), hit.flatten())
+        self.log("ece", calibration_error(self._reliability))
         for depth in depths.unique().tolist():
             at = depths == depth
-            self.log(f"ece/depth_{depth}", calibration_error(p[at].flatten(), hit[at].flatten()))
+            bins = reliability(p[at].flatten(), hit[at].flatten())
+            self.log(f"ece/depth_{depth}", calibration_error(bins))
 
     def write(self, out: Path, facts: RunFacts) -> None:
         """The best state so far, with its shrink factor, as conf/tree/tdes.yaml takes it."""
@@ -222,7 +222,9 @@ class ScorerModule(L.LightningModule):
             "seconds": facts.seconds,
             "steps": facts.steps,
             "gain": self.trainer.callback_metrics["gain"].item(),
-            "ece": self._ece,
+            "ece": calibration_error(self._reliability) if self._reliability else None,
+            "reliability": self._reliability,
+            "mats": self._mats,  # by budget: with the scorer, with DDTree
         }
         scorer.to(torch.device("cpu")).save(out, {"README.md": self._card(out, facts)})
 
@@ -251,23 +253,13 @@ class ScorerModule(L.LightningModule):
         ).replace(root, "")
 
     def configure_optimizers(self) -> Any:
-        matrices = [p for p in self.scorer.parameters() if p.dim() > 1]
-        others = [p for p in self.scorer.parameters() if p.dim() <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": self._weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=self._lr)
-        steps = int(self.trainer.estimated_stepping_batches)
-        rising = max(1, round(self._warmup * steps))
-
-        def scale(step: int) -> float:
-            if step < rising:
-                return (step + 1) / rising
-            return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        return adamw(
+            self.scorer,
+            steps=int(self.trainer.estimated_stepping_batches),
+            lr=self._lr,
+            weight_decay=self._weight_decay,
+            warmup=self._warmup,
+        )
 
 
 def build(
@@ -290,17 +282,17 @@ def build(
     return ScorerModule(net.to(target.device), target, data, model=model, **recipe)
 
 
-def calibration_error(probs: torch.Tensor, hits: torch.Tensor) -> float:
-    """Mean |predicted - observed| over bins of equal width, weighted by what is in them."""
-    bins = (probs * BINS).long().clamp_max(BINS - 1)
-    counts = torch.bincount(bins, minlength=BINS).clamp_min(1)
-    predicted = torch.bincount(bins, probs.double(), minlength=BINS) / counts
-    observed = torch.bincount(bins, hits.double(), minlength=BINS) / counts
-    return float(((predicted - observed).abs() * counts).sum() / len(probs))
-
-
-def _mat(builder: TreeBuilder, budget: int, response: AnchoredResponse) -> float:
+def _replayed(builder: TreeBuilder, budget: int, response: AnchoredResponse) -> float:
     replay = Replay(builder, Fixed(budget))
     return replay(
         response.drafts, response.response, response.beyond, start=len(response.prompt)
     ).mat
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Over all ranks."""
+    if dist.is_available() and dist.is_initialized():
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, list(values))
+        values = [value for part in parts for value in part]
+    return sum(values) / len(values)
