@@ -3,8 +3,8 @@
     python scripts/ablate.py data.collected=data/collected/mine evaluate=data/collected/held_out
     python scripts/ablate.py rungs=[r1,r4,r5] trainer.max_steps=1000
 
-r0 is DDTree, the drafter's marginals. A rung that was trained before is taken as it is (delete its
-folder under OUT to train it again); interrupted ones go on. Judge a scorer by tokens a round at
+r0 is DDTree, the drafter's marginals. Interrupted rungs go on, finished ones are taken as they are;
+other settings want another out=. Judge a scorer by tokens a round at
 equal budget, not by its mismatch rate: a bad scorer can bring that to nothing.
 """
 
@@ -40,16 +40,19 @@ TIMED = 200  # rounds
 def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
     anchors = Anchors([Path(cfg.evaluate)])
+    check_apart(anchors, cfg.data.collected)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     log = RunLog(
         Path(HydraConfig.get().runtime.output_dir), config, stage=cfg.stage, wandb=cfg.logger.wandb
     )
     out = Path(cfg.out)
-    for rung in cfg.rungs:
-        if not (out / rung / "config.json").exists():
-            train(rung, out / rung, cfg, console)
+    for rung in cfg.rungs:  # one that is finished ends at once
+        train(rung, out / rung, cfg, console)
+    models = {key: anchors.made_by[key]["fingerprint"] for key in ("target", "drafter")}
     builders: dict[str, Any] = {"r0": DDTree()}
     builders |= {rung: tdes.load(str(out / rung)) for rung in cfg.rungs}
+    for rung in cfg.rungs:
+        builders[rung].scorer.check_fits(**models)
     methods = {
         f"{rung}_{budget}": Replay(builder, Fixed(budget))
         for rung, builder in builders.items()
@@ -82,7 +85,7 @@ def main(cfg: DictConfig) -> None:
             )
     log.close()
     headings = ["", "numbers", "train s"]
-    headings += [f"% at {budget} [95 %]" for budget in cfg.budgets]
+    headings += [f"MAT, % at {budget} [95 %]" for budget in cfg.budgets]
     headings += [f"mismatch {budget}" for budget in cfg.budgets] + ["ECE", "us"]
     table = Table(box=None, pad_edge=False)
     for place, heading in enumerate(headings):
@@ -94,13 +97,24 @@ def main(cfg: DictConfig) -> None:
     console.print(table)
 
 
+def check_apart(anchors: Anchors, collected: Any) -> None:
+    """Refuse to judge a scorer on prompts that it may have learned from (InputError)."""
+    folders = [collected] if isinstance(collected, str) else list(collected)
+    if both := anchors.prompts() & Anchors([Path(f) for f in folders]).prompts():
+        raise InputError(
+            f"evaluate and data.collected share {len(both)} prompts, {min(both)} among them; "
+            "collect others to judge on"
+        )
+
+
 def train(rung: str, out: Path, cfg: DictConfig, console: Console) -> None:
     """Run the training stage for a rung, with this stage's data and trainer."""
     console.print(f"training {rung}", style="dim")
     changes = [a for a in sys.argv[1:] if a.lstrip("+~").split("=")[0].split(".")[0] in PASSED_ON]
-    changes += [a for a in sys.argv[1:] if a.startswith(("+experiment=", "paths.outputs="))]
+    changes += [a for a in sys.argv[1:] if a.startswith(("+experiment=", "paths."))]
     command = [sys.executable, str(ROOT / "train.py"), f"scorer={rung}", f"out={out}", *changes]
-    done = subprocess.run([*command, f"name=ablate/{rung}", f"seed={cfg.seed}"])
+    command += [f"run_folder={out}.run", f"name={rung}", f"seed={cfg.seed}"]
+    done = subprocess.run(command)
     if done.returncode:
         raise InputError(f"training {rung} failed; run it alone: {' '.join(command[1:])}")
 
@@ -126,12 +140,11 @@ def line(
     rung: str, mine: dict[int, Summary], facts: dict[str, Any], microseconds: float
 ) -> list[str]:
     """Of the table."""
-    gains = [
-        "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * x for x in (s.gain, *s.gain_interval)))
-        if facts
-        else f"MAT {s.mat:.3f}"
-        for s in mine.values()
-    ]
+    gains = []
+    for summary in mine.values():
+        numbers = (100 * x for x in (summary.gain, *summary.gain_interval))
+        over = " {:.1f} [{:.1f}, {:.1f}]".format(*numbers) if facts else ""
+        gains.append(f"{summary.mat:.3f}{over}")
     return [
         rung,
         f"{facts['parameters']:,}" if facts else "0",

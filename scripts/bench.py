@@ -9,6 +9,7 @@ Repetitions are interleaved and medians reported, so that a busy neighbour slows
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,7 +31,10 @@ from graft.core.errors import InputError
 from graft.core.runlog import RunLog, provenance
 from graft.core.types import Draft, Request, Round
 from graft.decode import autoregressive
+from graft.scorer.checkpoint import EdgeScorer
+from graft.scorer.checkpoint import build as build_scorer
 from graft.trees.best_first import expand, expand_reference
+from graft.trees.tdes import TDES
 
 DRAFTER = "the drafter, head and candidates included, ms"
 HOST = ("allocate", "build", "trim", "accept", "commit")  # verbs outside the two passes
@@ -55,6 +59,9 @@ def main(cfg: DictConfig) -> None:
 
     sections: dict[str, Callable[[], dict[str, float]]] = {
         "tree building (D = 15, K = 64)": partial(tree_building, cfg.repeats),
+        "edge scoring and tree building (D = 15, K = 32, random scorer)": partial(
+            scored_trees, target, cfg.repeats
+        ),
         f"passes at context {cfg.context}": partial(
             passes, target, drafter, cfg.context, cfg.repeats
         ),
@@ -123,6 +130,25 @@ def tree_building(repeats: int) -> dict[str, float]:
         rows[f"budget {budget}, us"] = 1e6 * took[expand]
         rows[f"budget {budget}, plain heap / ours"] = took[expand_reference] / took[expand]
     return rows
+
+
+def scored_trees(target: Any, repeats: int) -> dict[str, float]:
+    """Scores of all edges of a draft, and the tree out of them, by the largest rung but r6."""
+    model = {"term": "bilinear", "mode": "normalised", "depth": 15, "width": 64, "dropout": 0.0}
+    model |= {"hidden_size": target.hidden_size, "state_size": target.hidden_size}
+    net = build_scorer(model)
+    every = torch.arange(target.vocab_size, device=target.device)
+    tables = net.to(target.device).tables(target.embed(every))
+    scorer = EdgeScorer(net, tables, {"depth": 15, "candidates": 32})
+    draft = random_draft(15, 32, min(target.vocab_size, 2000))
+    hidden = torch.randn(15, target.hidden_size, device=target.device)
+    draft = dataclasses.replace(draft, hidden=hidden)
+    builder = TDES(scorer)
+    functions: dict[Any, Callable[[], object]] = {"scores": partial(scorer.edge_scores, draft)}
+    functions |= {budget: partial(builder.build, draft, budget) for budget in (64, 256, 512)}
+    took = medians(functions, 10 * repeats)
+    rows = {"scores alone, us": 1e6 * took["scores"]}
+    return rows | {f"budget {b}, us": 1e6 * took[b] for b in (64, 256, 512)}
 
 
 def passes(target: Any, drafter: Any, context: int, repeats: int) -> dict[str, float]:

@@ -32,7 +32,6 @@ from rich.console import Console
 from graft.core.errors import InputError
 from graft.core.runlog import RunLog, revision
 from graft.eval.plots import draw_training
-from graft.scorer.checkpoint import load as load_scorer
 from graft.training.run import LAST, KeepBest, KeepLast, RunFacts, RunLogger
 
 # A run is resumed under the same ones.
@@ -54,6 +53,16 @@ def main(cfg: DictConfig) -> None:
     check_resumable(folder, config)
     model = instantiate(cfg.model, target=target, data=data)
     model.check_replaceable(out)
+    if (
+        cfg.trainer.max_steps
+        < cfg.trainer.val_check_interval // cfg.trainer.accumulate_grad_batches
+    ):
+        raise InputError(
+            f"trainer.max_steps={cfg.trainer.max_steps} ends before the first validation, so no "
+            "validation would choose a state; lower trainer.val_check_interval"
+        )
+    if (folder / LAST).exists() and not out.exists():
+        raise InputError(f"{folder} holds a run whose {out} is gone; delete it to train again")
     if cfg.monitor not in model.monitors:
         known = ", ".join(model.monitors)
         raise InputError(f"monitor={cfg.monitor} is not validated; choose from {known}")
@@ -66,9 +75,9 @@ def main(cfg: DictConfig) -> None:
         log.rows()  # cuts the torn line that a killed run may have left
     last = KeepLast(folder, cfg.save_every)
 
-    def save() -> None:
+    def facts() -> RunFacts:
         batches = trainer.global_step * trainer.accumulate_grad_batches * trainer.world_size
-        facts = RunFacts(
+        return RunFacts(
             target=cfg.target.get("model", target.name),
             config=config,
             git=revision(),
@@ -78,9 +87,8 @@ def main(cfg: DictConfig) -> None:
             seconds=last.seconds,
             rows=log.rows() if log else [],
         )
-        model.write(out, facts)
 
-    best = KeepBest(cfg.monitor, save)
+    best = KeepBest(cfg.monitor, lambda: model.write(out, facts()))
     stop = EarlyStopping(cfg.monitor, mode="max", patience=cfg.patience)
     trainer = instantiate(
         cfg.trainer,
@@ -94,8 +102,9 @@ def main(cfg: DictConfig) -> None:
     trainer.fit(model, data, ckpt_path=str(state) if state.exists() else None, weights_only=False)
     if log is not None:
         log.close()
-        if hasattr(model, "edge_scorer"):
-            draw_training(load_scorer(str(out)).config["trained"]).savefig(out / "training.png")
+        model.finish(out, facts())
+        if (trained := model.trained(out)) is not None:
+            draw_training(trained).savefig(out / "training.png")
         console.print(f"{out} holds the best state ({cfg.monitor} {best.score:.3f})")
 
 
@@ -122,7 +131,14 @@ def keep_freed_memory() -> None:
 def quiet() -> None:
     """Lightning's advice about loggers, workers and its own products is not about this run."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for message in (".*does not have many workers.*", ".*srun.*", ".*LeafSpec.*", ".*is not an.*"):
+    ours = (".*transfer_batch_to_device.*", ".*smaller than the logging interval.*")
+    for message in (
+        *ours,
+        ".*does not have many workers.*",
+        ".*srun.*",
+        ".*LeafSpec.*",
+        ".*is not an.*",
+    ):
         warnings.filterwarnings("ignore", message)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
+import ablate
 import collect
 import numpy as np
 import pytest
@@ -52,6 +54,7 @@ RECIPE = {
     "lr": 0.01,
     "weight_decay": 0.0,
     "warmup": 0.1,
+    "seed": 0,
 }
 
 
@@ -144,6 +147,10 @@ class FakeData:
 def module_of(rung: str, data: FakeData, **changes):
     module = build(FakeTarget(), data, scorer=RUNGS[rung], losses=WEIGHTS, **RECIPE | changes)
     module.log = lambda *_, **__: None
+    optimizers = [torch.optim.SGD(module.scorer.parameters(), lr=0.1)]
+    module.trainer = SimpleNamespace(
+        optimizers=optimizers, global_step=0, global_rank=0, default_root_dir=""
+    )
     return module
 
 
@@ -256,6 +263,7 @@ def test_losses_by_hand():
         logits,
         f,
         torch.tensor([[0.5, 9.0]]),
+        torch.tensor([True]),
         target=target,
         taken=torch.tensor([0]),
         weights=dict.fromkeys(("kl", "nll", "pairwise", "bce"), 1.0),
@@ -332,7 +340,7 @@ def test_every_rung_trains_and_is_replayed(rung, trained, tmp_path, collected, m
     assert code == 0, err
     rows = [
         json.loads(line)
-        for line in (tmp_path / "outputs/train/default/metrics.jsonl").read_text().splitlines()
+        for line in (tmp_path / "outputs/train/mine/metrics.jsonl").read_text().splitlines()
     ]
     gains = [row["gain"] for row in rows if "gain" in row]
     assert len(gains) == 2
@@ -386,16 +394,21 @@ def test_batches_go_on_where_they_were(data):
         (["data.held_out=99"], "data.held_out=99"),
         (["data.development=[foo]"], "data.development names foo"),
         (["data.batch_size=0"], "data.batch_size must be at least 1"),
-        (["scorer.net.term=foo"], "model.term must be one of"),
+        (["scorer.net.term=foo"], "scorer.net.term must be one of"),
         (["scorer.net.mode=foo"], "raw or normalised"),
         (["scorer.losses={kl:0,nll:0,pairwise:0,bce:0}"], "nothing would be learned"),
         (["monitor=mat/foo"], "choose from gain"),
         (["model.lr=1e30", "trainer.max_steps=40"], "the loss of step"),
+        (["scorer.net.dropout=2"], "scorer.net cannot be built"),
+        (["trainer.max_steps=2"], "no validation"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_line(trained, arguments, words):
+def test_bad_input_is_one_line(trained, arguments, words, tmp_path):
     code, _, err = trained(*arguments)
+    if "the loss" in words:
+        batch = torch.load(tmp_path / "outputs/train/mine/nan_batch_0.pt", weights_only=False)
+        assert len(batch) == 64
     assert code == 2
     assert words in err
     assert err.startswith("error: ")
@@ -443,3 +456,34 @@ def test_fans_of_one_outcome_teach_nothing(collected, monkeypatch):
             batch_size=4,
             seed=0,
         )
+
+
+@pytest.mark.slow
+def test_the_ladder_is_trained_and_compared(collected, tmp_path, monkeypatch, capsys):
+    (tmp_path / "new.jsonl").write_text(json.dumps({"turns": ["something else"]}) + "\n")
+    others = tmp_path / "others"
+    places = (f"out={others}", f"paths.outputs={tmp_path}", f"prompts={tmp_path / 'new.jsonl'}")
+    settings = ("max_new_tokens=20", "hidden=int8", "drafter.candidates=8", "target.dtype=float32")
+    assert run(monkeypatch, collect, "+experiment=tiny", "what=anchors", *settings, *places) == 0
+    arguments = (
+        "+experiment=tiny",
+        f"data.collected={collected}",
+        f"evaluate={others}",
+        "data.held_out=3",
+        "data.batch_size=64",
+        "trainer.max_steps=4",
+        "trainer.val_check_interval=2",
+        f"out={tmp_path / 'ladder'}",
+        f"paths.outputs={tmp_path / 'outputs'}",
+        "rungs=[r1,r4]",
+        "budgets=[4,8]",
+    )
+    assert run(monkeypatch, ablate, *arguments) == 0
+    out = capsys.readouterr().out
+    assert "r0" in out
+    assert "r4" in out
+    before = (tmp_path / "ladder/r4/scorer.safetensors").stat().st_mtime_ns
+    assert run(monkeypatch, ablate, *arguments) == 0
+    assert (tmp_path / "ladder/r4/scorer.safetensors").stat().st_mtime_ns == before
+    assert run(monkeypatch, ablate, *arguments, f"evaluate={collected}") == 2
+    assert "share 12 prompts" in capsys.readouterr().err

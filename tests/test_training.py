@@ -230,6 +230,7 @@ TINY_RUN = (
     "model=dflash",
     "trainer=default",
     "monitor=mat/ddtree_16",
+    "name=drafter",
     "model.layers=1",
     "model.block_size=4",
     "model.taps=1",

@@ -35,11 +35,15 @@ def build(config: Mapping[str, Any]) -> Scorer:
     """An untrained scorer of a configuration: `term`, `mode`, `depth` and the term's own sizes."""
     kind, mode = config["term"], config["mode"]
     if kind not in TERMS:
-        raise InputError(f"model.term must be one of {', '.join(TERMS)}, not {kind}")
+        raise InputError(f"scorer.net.term must be one of {', '.join(TERMS)}, not {kind}")
     if mode not in ("raw", "normalised"):
-        raise InputError(f"model.mode must be raw or normalised, not {mode}")
+        raise InputError(f"scorer.net.mode must be raw or normalised, not {mode}")
     sizes = {key: value for key, value in config.items() if key not in ("term", "mode")}
-    return Scorer(TERMS[kind](**sizes), depth=config["depth"], mode=mode)
+    try:
+        return Scorer(TERMS[kind](**sizes), depth=config["depth"], mode=mode)
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(f"scorer.net cannot be built: {reason}") from error
 
 
 class EdgeScorer:
@@ -48,7 +52,7 @@ class EdgeScorer:
     def __init__(
         self, scorer: Scorer, tables: Mapping[str, torch.Tensor], config: Mapping[str, Any]
     ):
-        self._scorer, self._tables = scorer.eval().requires_grad_(False), dict(tables)
+        self.net, self._tables = scorer.eval().requires_grad_(False), dict(tables)
         self.config = dict(config)
         self._pairs = scorer.term.uses_grandparent
 
@@ -68,7 +72,7 @@ class EdgeScorer:
         draft = Draft(
             draft.root, draft.tokens[:, :K], draft.log_probs[:, :K], draft.cosines, draft.hidden
         )
-        if self._scorer.term.uses_hidden and draft.hidden.shape[1] == 0:
+        if self.net.term.uses_hidden and draft.hidden.shape[1] == 0:
             raise InputError(
                 "the scorer looks at the drafter's states, which were not kept; collect anchors "
                 "with hidden=int8"
@@ -80,16 +84,18 @@ class EdgeScorer:
             "grandparent": edges.grandparents,
         }
         sides = {name: table[tokens[name]].float() for name, table in self._tables.items()}
-        scores = self._scorer.scores(edges, sides).cpu().numpy()
-        return draft.tokens, scores.reshape(D, -1, K, K)
+        scores = self.net.scores(edges, sides).cpu().numpy()
+        # Contiguous: the compiled expansion is compiled for one layout.
+        scores = np.ascontiguousarray(scores.reshape(D, -1, K, K))
+        return np.ascontiguousarray(draft.tokens), scores
 
     @property
     def _device(self) -> torch.device:
-        return self._scorer.none.device
+        return self.net.shrink.device
 
     def to(self, device: torch.device) -> EdgeScorer:
         """Move network and tables, in place."""
-        self._scorer.to(device)
+        self.net.to(device)
         self._tables = {name: table.to(device) for name, table in self._tables.items()}
         return self
 
@@ -104,14 +110,19 @@ class EdgeScorer:
 
     def shrink(self, factor: float) -> None:
         """Weigh the learned term by this much."""
-        self._scorer.shrink.fill_(factor)
+        self.net.shrink.fill_(factor)
 
     def save(self, folder: Path, texts: Mapping[str, str]) -> None:
         """Write parameters, tables and config, and texts by file name; the folder appears whole."""
         partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
         partial.mkdir(parents=True)
+        bad = [name for name, table in self._tables.items() if not table.isfinite().all()]
+        if bad:
+            raise InputError(
+                f"the {', '.join(bad)} table does not fit half precision; lower model.lr"
+            )
         try:
-            save_file(self._scorer.state_dict(), partial / "scorer.safetensors")
+            save_file(self.net.state_dict(), partial / "scorer.safetensors")
             save_file(self._tables, partial / "tables.safetensors")
             config = json.dumps({"version": VERSION, **self.config}, indent=2)
             for name, text in {"config.json": config + "\n", **texts}.items():
@@ -121,6 +132,8 @@ class EdgeScorer:
                 folder.rename(old)
             partial.rename(folder)
             shutil.rmtree(old, ignore_errors=True)
+        except SafetensorError as error:  # how it words a full disk
+            raise InputError(f"cannot write {folder}: {error}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 

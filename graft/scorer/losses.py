@@ -4,7 +4,7 @@
                class, over the candidates alone (the paper's)
     nll        minus the log-probability of what the target took: its argmax, or none of these
     pairwise   softplus(margin - f(taken) + f(rival)): rivals are the best other child under the
-               parent, and the same child under a parent the target did not take
+               parent, and the same child under another candidate for parent, drawn at random
     bce        of sigma(f) against "taken", taken and not taken weighing alike
 
 f alone, without log q, is what the last two shape (the paper's); they make sense for raw scores.
@@ -27,7 +27,8 @@ def target_distribution(over: torch.Tensor, log_norm: torch.Tensor) -> torch.Ten
 def scorer_losses(
     logits: torch.Tensor,
     f: torch.Tensor,
-    wrong: torch.Tensor | None,
+    wrong: torch.Tensor | None = None,
+    known: torch.Tensor | None = None,
     *,
     target: torch.Tensor,
     taken: torch.Tensor,
@@ -36,8 +37,9 @@ def scorer_losses(
 ) -> dict[str, torch.Tensor]:
     """Every loss with a weight, as means.
 
-    `logits` [n, K + 1] (raw: [n, K]) and f [n, K] under the true parents, `wrong` [n, K] f under a
-    parent that was not taken; `target` [n, K + 1], `taken` [n] the class, K for none of these.
+    `logits` [n, K + 1] (raw: [n, K]) and f [n, K] under the true parents, `wrong` [n, K] f under
+    another candidate for parent, where one is `known` [n]; `target` [n, K + 1], `taken` [n] the
+    class, K for none of these.
     """
     found: dict[str, torch.Tensor] = {}
     K = f.shape[1]
@@ -57,9 +59,10 @@ def scorer_losses(
     if weights.get("pairwise"):
         positive = f.gather(1, at)
         rival = logits[:, :K].scatter(1, at, -torch.inf).argmax(-1, keepdim=True)
-        pairs = [f.gather(1, rival)] + ([] if wrong is None else [wrong.gather(1, at)])
-        negative = torch.cat(pairs, -1)
-        losses = F.softplus(margin - positive + negative)[inside]  # of what was taken at all
+        losses = F.softplus(margin - positive + f.gather(1, rival))[inside]
+        if wrong is not None and known is not None:
+            others = F.softplus(margin - positive + wrong.gather(1, at))[inside & known]
+            losses = torch.cat((losses, others))
         found["pairwise"] = losses.sum() / max(1, losses.numel())
     if weights.get("bce"):
         labels = F.one_hot(taken, K + 1)[:, :K].to(f.dtype)

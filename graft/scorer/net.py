@@ -31,14 +31,18 @@ class Scorer(nn.Module):
     def __init__(self, term: Nothing, *, depth: int, mode: Literal["raw", "normalised"]) -> None:
         super().__init__()
         self.term, self.mode = term, mode
-        self.log_temperature = nn.Parameter(torch.zeros(depth))
-        self.log_rest = nn.Parameter(torch.zeros(depth))
-        self.none = nn.Parameter(torch.zeros(depth))
+        if mode == "normalised":
+            self.log_temperature = nn.Parameter(torch.zeros(depth))
+            self.log_rest = nn.Parameter(torch.zeros(depth))
+            self.none = nn.Parameter(torch.zeros(depth))
         self.register_buffer("shrink", torch.ones(()))  # of f, tuned after training
 
     def forward(self, edges: Edges, sides: Sides) -> torch.Tensor:
         """Logits [B, P, K + 1] of the candidates and of none of them; `raw` has no none class."""
-        f = self.shrink * self.term(edges, sides)
+        return self.logits(edges, self.shrink * self.term(edges, sides))
+
+    def logits(self, edges: Edges, f: torch.Tensor) -> torch.Tensor:
+        """The same, with the term's f [B, P, K + 1] at hand."""
         if self.mode == "raw":
             return edges.log_probs[:, None] + f[..., :-1]
         at = edges.depths - 1

@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from graft.core.errors import InputError
 from graft.core.linear import cast_parameters
+from graft.core.runlog import write_atomically
 from graft.core.types import Generation
 from graft.decode.replay import Replay
 from graft.drafters import dflash_checkpoint
@@ -184,12 +185,21 @@ class DFlashModule(L.LightningModule):
 
     def write(self, out: Path, facts: RunFacts) -> None:
         """The network in bf16, as conf/drafter/dflash.yaml takes it, and its card."""
-        assert self._data is not None, "built without data"
         net = copy.deepcopy(self.net).cpu()
         cast_parameters(net, torch.device("cpu"), torch.bfloat16)
-        texts = (len(self._data.training), self._data.answer_tokens())
-        card = model_card(out.name, self.net, facts, texts=texts[0], answer_tokens=texts[1])
-        dflash_checkpoint.save(net, out, {"README.md": card})
+        dflash_checkpoint.save(net, out, {"README.md": self._card(out, facts)})
+
+    def finish(self, out: Path, facts: RunFacts) -> None:
+        """The card again, with the whole curve."""
+        write_atomically(out / "README.md", self._card(out, facts))
+
+    def trained(self, out: Path) -> None:
+        """Nothing to draw."""
+
+    def _card(self, out: Path, facts: RunFacts) -> str:
+        assert self._data is not None, "built without data"
+        texts, tokens = len(self._data.training), self._data.answer_tokens()
+        return model_card(out.name, self.net, facts, texts=texts, answer_tokens=tokens)
 
     @torch.inference_mode()
     def validation_step(self, text: Text, _index: int) -> None:

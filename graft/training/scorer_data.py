@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from graft.core.errors import InputError
 from graft.core.types import Draft
 from graft.data.anchors import AnchoredResponse, Anchors
+from graft.data.collected import MODELS, difference
 from graft.data.rounds import RecordedRound, Rounds
 from graft.scorer.edges import Edges
 from graft.targets.hf import HFTarget
@@ -196,6 +197,10 @@ class EdgeData(L.LightningDataModule):
                 parts.append(fans_of_anchors(response, rng))
         if "rounds" in use:
             rounds = Rounds(folders)
+            if apart := difference(rounds.made_by, self.made_by, MODELS):
+                raise InputError(
+                    f"the rounds in {folders[0]} have another {apart} than the anchors"
+                )
             for round in rounds:
                 if round.prompt_id not in held and round.source not in development:
                     parts.append(fans_of_round(round, rng))
@@ -233,6 +238,10 @@ class EdgeData(L.LightningDataModule):
     def val_dataloader(self) -> DataLoader[AnchoredResponse]:
         assert self.trainer is not None
         mine = self.validation[self.trainer.global_rank :: self.trainer.world_size]
+        if not mine:
+            raise InputError(
+                f"data.held_out: {len(self.validation)} responses are less than one a device"
+            )
         return DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ of the learned term, tuned by the same replays.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections import defaultdict
@@ -16,21 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from graft.budgets.fixed import Fixed
 from graft.core.errors import InputError
 from graft.core.interfaces import TreeBuilder
+from graft.core.runlog import write_atomically
 from graft.data.anchors import AnchoredResponse
-from graft.decode.replay import Replay
+from graft.decode.replay import Replay, Walk
 from graft.scorer.calibration import calibration_error, reliability
 from graft.scorer.checkpoint import EdgeScorer
 from graft.scorer.checkpoint import build as build_scorer
+from graft.scorer.edges import Edges
 from graft.scorer.losses import scorer_losses, target_distribution
 from graft.scorer.net import Scorer
 from graft.targets.hf import HFTarget
 from graft.training.run import RunFacts, adamw
+from graft.training.scorer_card import scorer_card
 from graft.training.scorer_data import EdgeData, Fans
 from graft.trees.ddtree import DDTree
 from graft.trees.tdes import TDES
@@ -55,6 +60,7 @@ class ScorerModule(L.LightningModule):
         lr: float,
         weight_decay: float,
         warmup: float,
+        seed: int,
     ) -> None:
         super().__init__()
         if not budgets:
@@ -66,7 +72,7 @@ class ScorerModule(L.LightningModule):
         self._embedding = target.embed(every).detach()  # frozen: no parameter, no buffer
         self._device_of_target = target.device
         self._lr, self._weight_decay, self._warmup = lr, weight_decay, warmup
-        self._budgets = list(budgets)
+        self._budgets, self._seed = list(budgets), seed
         made_by = data.made_by
         self._config = {
             "model": dict(model),
@@ -86,59 +92,54 @@ class ScorerModule(L.LightningModule):
         return batch  # fans of small types: they are unpacked where they are needed
 
     def training_step(self, fans: Fans, index: int) -> torch.Tensor:
+        # Dropout draws from the step alone: a resumed run must draw what an uninterrupted one did.
+        drawn = np.random.SeedSequence([self._seed, self.global_step, self.global_rank])
+        torch.manual_seed(int(drawn.generate_state(1)[0]))
         device = self._device_of_target
         edges = fans.edges(device)
-        sides = self.scorer.sides(edges, self._embedding)
-        logits = self.scorer(edges, sides)[:, 0]  # [n, K (+ 1)]
-        K = edges.candidates.shape[1]
-        f = logits[:, :K] - edges.log_probs
-        wrong = None
+        f = self.scorer.term(edges, self.scorer.sides(edges, self._embedding))
+        wrong = known = None
         if self._losses.get("pairwise"):
-            wrong = self._under_wrong_parents(fans, edges)
-        taken = fans.taken.to(device).long()
-        target = target_distribution(fans.target_logits.to(device), fans.target_log_norm.to(device))
+            wrong, known = self._under_wrong_parents(fans, edges)
         found = scorer_losses(
-            logits,
-            f,
+            self.scorer.logits(edges, f)[:, 0],  # [n, K (+ 1)]
+            f[:, 0, :-1],
             wrong,
-            target=target,
-            taken=taken,
+            known,
+            target=target_distribution(
+                fans.target_logits.to(device), fans.target_log_norm.to(device)
+            ),
+            taken=fans.taken.to(device).long(),
             weights=self._losses,
             margin=self._margin,
         )
         loss = sum((self._losses[name] * value for name, value in found.items()), torch.zeros(()))
         if not torch.isfinite(loss):
-            torch.save(fans, self.trainer.default_root_dir + "/nan_batch.pt")
+            batch = Path(self.trainer.default_root_dir) / f"nan_batch_{self.global_rank}.pt"
+            torch.save(fans, batch)
             raise InputError(
-                f"the loss of step {self.global_step} is {loss.item()}; the batch is in "
-                f"{self.trainer.default_root_dir}/nan_batch.pt. Lower model.lr"
+                f"the loss of step {self.global_step} is {loss.item()}; the batch is in {batch}. "
+                "Lower model.lr"
             )
         self.log("train/loss", loss.detach(), prog_bar=True)
+        self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         for name, value in found.items():
             self.log(f"train/{name}", value.detach())
         now = time.perf_counter()
         if self._stepped is not None:
-            self.log("train/edges_per_second", f.numel() / (now - self._stepped), prog_bar=True)
+            edges_done = fans.candidates.numel()
+            self.log("train/edges_per_second", edges_done / (now - self._stepped), prog_bar=True)
         self._stepped = now
         return loss
 
-    def _under_wrong_parents(self, fans: Fans, edges: Any) -> torch.Tensor:
-        """f [n, K] of the same children under another candidate for parent; -inf at depth 1."""
+    def _under_wrong_parents(self, fans: Fans, edges: Edges) -> tuple[torch.Tensor, torch.Tensor]:
+        """f [n, K] of the same children under another candidate for parent, and where there is one:
+        at depth 1 the root is the only parent.
+        """
         other = fans.wrong.to(edges.depths.device).long()[:, None]
-        known = other[:, 0] >= 0
-        moved = type(edges)(
-            edges.depths,
-            other.clamp_min(0),
-            edges.grandparents,
-            edges.parent_ranks,
-            edges.grand_ranks,
-            edges.candidates,
-            edges.log_probs,
-            edges.hidden,
-        )
-        sides = self.scorer.sides(moved, self._embedding)
-        f = self.scorer(moved, sides)[:, 0, : edges.candidates.shape[1]] - edges.log_probs
-        return f.masked_fill(~known[:, None], -1e4)
+        moved = dataclasses.replace(edges, parents=other.clamp_min(0))
+        f = self.scorer.term(moved, self.scorer.sides(moved, self._embedding))
+        return f[:, 0, :-1], other[:, 0] >= 0
 
     def on_validation_start(self) -> None:
         self._stepped = None  # a validation is no part of a step
@@ -158,7 +159,7 @@ class ScorerModule(L.LightningModule):
         learned = any(True for _ in self.scorer.term.parameters())
         for shrink in SHRINKS if learned else SHRINKS[:1]:
             self._edge_scorer.shrink(shrink)
-            self._tried[shrink].append(self._mat(self._middle, response))
+            self._tried[shrink].append(_walk(TDES(self._edge_scorer), self._middle, response).mat)
 
     def on_validation_epoch_end(self) -> None:
         tried = {shrink: _mean(mats) for shrink, mats in sorted(self._tried.items())}
@@ -166,9 +167,13 @@ class ScorerModule(L.LightningModule):
         self._edge_scorer.shrink(self.best_shrink)
         self._mats = {}
         for budget in self._budgets:
-            mine = _mean([self._mat(budget, response) for response in self._seen])
+            walks = [_walk(TDES(self._edge_scorer), budget, one) for one in self._seen]
+            mine = _mean([walk.mat for walk in walks])
             theirs = _mean([self._plain_mat(budget, response) for response in self._seen])
             self._mats[budget] = [mine, theirs]
+            self.log(f"mat/tdes_{budget}", mine)
+            self.log(f"mat/ddtree_{budget}", theirs)
+            self.log(f"mismatch/tdes_{budget}", _mean([_mismatch(walk) for walk in walks]))
         gains = {budget: mine / theirs - 1 for budget, (mine, theirs) in self._mats.items()}
         self.log("gain", sum(gains.values()) / len(gains), prog_bar=True)
         self.log("shrink", self.best_shrink)
@@ -176,34 +181,30 @@ class ScorerModule(L.LightningModule):
             self.log(f"gain/{budget}", gain)
         self._log_calibration()
 
-    def _mat(self, budget: int, response: AnchoredResponse) -> float:
-        return _replayed(TDES(self._edge_scorer), budget, response)
-
     def _plain_mat(self, budget: int, response: AnchoredResponse) -> float:
         """DDTree's, which does not change."""
         key = response.prompt_id, response.turn, budget
         if key not in self._plain:
-            self._plain[key] = _replayed(DDTree(), budget, response)
+            self._plain[key] = _walk(DDTree(), budget, response).mat
         return self._plain[key]
 
     @torch.no_grad()
     def _log_calibration(self) -> None:
-        """Expected calibration error by depth, and the mean NLL, of held-out fans."""
+        """Calibration by depth and mean NLL of held-out fans, as the scorer would be saved."""
         if self.scorer.mode == "raw":
             return
         device, depths = self._device_of_target, self._fans.depths.long()
         probs, hits, nll = [], [], 0.0
-        self.scorer.eval()
+        scorer = self._edge_scorer.net
         for some in torch.arange(len(self._fans)).split(CHUNK):
             fans = self._fans[some]
             edges = fans.edges(device)
-            logits = self.scorer(edges, self.scorer.sides(edges, self._embedding))[:, 0]
+            logits = scorer(edges, scorer.sides(edges, self._embedding))[:, 0]
             taken = fans.taken.to(device).long()
             scores = logits.log_softmax(-1)
             nll -= float(scores.gather(1, taken[:, None]).sum())
             probs.append(scores[:, :-1].exp().cpu())
             hits.append(torch.arange(scores.shape[1] - 1)[None] == fans.taken.long()[:, None])
-        self.scorer.train()
         self.log("nll", nll / len(self._fans))
         p, hit = torch.cat(probs), torch.cat(hits).float()
         self._reliability = reliability(p.flatten(), hit.flatten())
@@ -226,31 +227,27 @@ class ScorerModule(L.LightningModule):
             "reliability": self._reliability,
             "mats": self._mats,  # by budget: with the scorer, with DDTree
         }
-        scorer.to(torch.device("cpu")).save(out, {"README.md": self._card(out, facts)})
+        scorer.to(torch.device("cpu")).save(
+            out, {"README.md": scorer_card(out.name, self._config, facts)}
+        )
+
+    def finish(self, out: Path, facts: RunFacts) -> None:
+        """The card again, with the whole run's time."""
+        write_atomically(out / "README.md", scorer_card(out.name, self._config, facts))
+
+    def trained(self, out: Path) -> dict[str, Any]:
+        """What the best state was like, for a picture."""
+        return json.loads((out / "config.json").read_text())["trained"]
 
     def check_replaceable(self, out: Path) -> None:
-        """Raise InputError if `out` holds something other than a scorer."""
-        if out.exists() and any(out.iterdir()) and not (out / "scorer.safetensors").exists():
+        """Raise InputError if `out` holds something else than a scorer of these models."""
+        if not out.exists() or not any(out.iterdir()):
+            return
+        if not (out / "config.json").exists() or not (out / "scorer.safetensors").exists():
             raise InputError(f"{out} holds something other than a scorer; choose another out=")
-
-    def _card(self, out: Path, facts: RunFacts) -> str:
-        validated = [row for row in facts.rows if "gain" in row]
-        best = max(validated, key=lambda row: row["gain"], default={})
-        gains = ", ".join(
-            f"{100 * best[f'gain/{b}']:+.1f} % at {b}" for b in self._budgets if f"gain/{b}" in best
-        )
-        parameters = sum(p.numel() for p in self.scorer.parameters())
-        recipe = {key: facts.config[key] for key in ("data", "model", "trainer", "seed")}
-        root = facts.config["paths"]["root"] + "/"
-        return (
-            f"# {out.name}\n\nAn edge scorer (TDES) for {facts.target} and the drafter it was "
-            f"collected with: {parameters:,} parameters,\nD = {self._config['depth']}, K = "
-            f"{self._config['candidates']}. `python scripts/generate.py tree@method.builder=tdes "
-            f"method.builder.scorer=<this folder>`\n\nTokens a round over DDTree's at equal budget,"
-            f" on held-out prompts: {gains}.\n\n`{facts.command}` at `{facts.git}`: "
-            f"{facts.steps} steps, {facts.seconds:.0f} s.\n\n```json\n"
-            f"{json.dumps(recipe, indent=2)}\n```\n"
-        ).replace(root, "")
+        there = json.loads((out / "config.json").read_text())
+        if any(there[key] != self._config[key] for key in ("target", "drafter")):
+            raise InputError(f"{out} holds a scorer of other models; choose another name= or out=")
 
     def configure_optimizers(self) -> Any:
         return adamw(
@@ -276,17 +273,21 @@ def build(
     net = build_scorer(model)
     if net.term.uses_hidden and states == 0:
         raise InputError(
-            "this scorer looks at the drafter's states, which were not kept: collect anchors with "
-            "hidden=int8, use them alone (data.use=[anchors]), or take scorer=r4"
+            "this scorer looks at the drafter's states, which were not kept: take scorer=r4, or "
+            "collect anchors with hidden=int8 (scripts/collect.py what=[anchors] hidden=int8 "
+            "out=...) and use them alone (data.use=[anchors])"
         )
     return ScorerModule(net.to(target.device), target, data, model=model, **recipe)
 
 
-def _replayed(builder: TreeBuilder, budget: int, response: AnchoredResponse) -> float:
+def _walk(builder: TreeBuilder, budget: int, response: AnchoredResponse) -> Walk:
     replay = Replay(builder, Fixed(budget))
-    return replay(
-        response.drafts, response.response, response.beyond, start=len(response.prompt)
-    ).mat
+    return replay(response.drafts, response.response, response.beyond, start=len(response.prompt))
+
+
+def _mismatch(walk: Walk) -> float:
+    """Of the rounds, those whose failing token is a node under another parent."""
+    return float(walk.elsewhere.mean())
 
 
 def _mean(values: Sequence[float]) -> float:
