@@ -127,6 +127,8 @@ class EdgeScorer:
             config = json.dumps({"version": VERSION, **self.config}, indent=2)
             for name, text in {"config.json": config + "\n", **texts}.items():
                 (partial / name).write_text(text)
+            for file in partial.iterdir():
+                file.chmod(0o644)  # safetensors writes for its owner alone
             old = folder.with_name(f"{folder.name}.{os.getpid()}.old")
             if folder.exists():
                 folder.rename(old)
