@@ -12,6 +12,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
+from graft.drafters.dflash import untrained
 from graft.scorer import checkpoint
 from graft.scorer.checkpoint import EdgeScorer
 from graft.targets import hf, tiny
@@ -52,16 +53,19 @@ def target(family: str) -> hf.HFTarget:
 
 @pytest.fixture(scope="session")
 def tiny_scorer(tmp_path_factory) -> str:
-    """A scorer with random weights for the tiny targets' vocabulary, D = 7 and K = 8."""
+    """A scorer with random weights for the tiny target and drafter, D = 7 and K = 8."""
+    target = tiny.load(device="cpu")
+    drafter = untrained(target, layers=2, block_size=8, mask_token_id=258, taps=1)
     folder = tmp_path_factory.mktemp("scorer") / "random"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = {"term": "mlp", "mode": "normalised", "depth": 7, "hidden_size": 64}
         net = checkpoint.build({**model, "width": 8, "projection": 8, "dropout": 0.0})
         torch.nn.init.normal_(net.term.out.weight, std=2.0)
-        tables = net.tables(torch.randn(tiny.load(device="cpu").vocab_size, 64))
+        tables = net.tables(torch.randn(target.vocab_size, 64))
     config = {"model": {**model, "width": 8, "projection": 8, "dropout": 0.0}}
-    config |= {"target": "t", "drafter": "d", "depth": 7, "candidates": 8}
+    config |= {"target": target.fingerprint, "drafter": drafter.fingerprint}
+    config |= {"depth": 7, "candidates": 8}
     EdgeScorer(net, tables, config).save(folder, {})
     return str(folder)
 

@@ -26,10 +26,10 @@ AWKWARD = "{x}, 'y' = ${z}"  # everything Hydra's grammar trips over
 PLACES = {
     "tree": "tree@method.builder",
     "budget": "budget@method.budget",
-    "methods": "methods@model.methods",
 }
 STAGE_OF = {  # of groups that `generate` does not have
-    **dict.fromkeys(("data", "model", "trainer", "methods"), "train"),
+    **dict.fromkeys(("data", "model", "trainer"), "train"),
+    "methods": "replay",
     "scorer": "train",
     "dataset": "respond",
 }
@@ -107,11 +107,12 @@ def test_generate_compares_with_plain_decoding(tiny_run, tmp_path):
 
 
 @pytest.mark.parametrize("method", group("method"))
-def test_every_method_generates_the_same_text(tiny_run, tmp_path, method):
+def test_every_method_generates_the_same_text(tiny_run, tmp_path, method, tiny_scorer):
     conversation = tmp_path / "conversation.json"
     turns = [("user", "one"), ("assistant", "two"), ("user", "three")]
     conversation.write_text(json.dumps([{"role": r, "content": c} for r, c in turns]))
     settings = (f"messages={conversation}", "max_new_tokens=20", "temperature=0.9", "seed=7")
+    settings += (f"paths.scorer={tiny_scorer}",)
     texts = {
         tiny_run(generate, f"method={name}", "stream=false", *settings)[1].split("\n\n")[1]
         for name in (method, "ar")

@@ -228,3 +228,12 @@ def frequent_tokens(texts: Sequence[Text], count: int, always: Sequence[int]) ->
     counts[list(always)] = torch.inf
     best = counts.topk(min(count, int((counts > 0).sum()))).indices
     return best.sort().values
+
+
+def rows_of(draft_tokens: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """[V]: the head row of each token, -1 for tokens that the drafter does not propose."""
+    if draft_tokens is None:
+        return torch.arange(vocab_size)
+    rows = torch.full((vocab_size,), -1)
+    rows[draft_tokens] = torch.arange(len(draft_tokens))
+    return rows

@@ -34,7 +34,7 @@ from graft.drafters.blocks import context_of, draft_blocks
 from graft.drafters.dflash import new_network
 from graft.drafters.dflash_net import DFlashNet
 from graft.targets.hf import HFTarget
-from graft.training.dflash_data import BlockBatch, ResponseData, Text, frequent_tokens
+from graft.training.dflash_data import BlockBatch, ResponseData, Text, frequent_tokens, rows_of
 from graft.training.head_loss import head_loss
 from graft.training.model_card import model_card
 from graft.training.objective import decay_weights, default_gamma, dpace_weights
@@ -42,7 +42,7 @@ from graft.training.run import RunFacts, adamw
 from graft.training.tap_cache import TapCache
 from graft.training.warm_start import warm_start
 
-LENGTHS = 256  # texts are padded to a multiple of this for flex attention
+LENGTHS = 256  # flex attention gets texts padded to a multiple of this
 
 
 class DFlashModule(L.LightningModule):
@@ -184,7 +184,7 @@ class DFlashModule(L.LightningModule):
         dflash_checkpoint.check_replaceable(out)
 
     def write(self, out: Path, facts: RunFacts) -> None:
-        """The network in bf16, as conf/drafter/dflash.yaml takes it, and its card."""
+        """The network in bf16, and its card."""
         net = copy.deepcopy(self.net).cpu()
         cast_parameters(net, torch.device("cpu"), torch.bfloat16)
         dflash_checkpoint.save(net, out, {"README.md": self._card(out, facts)})
@@ -264,10 +264,9 @@ def build(
 ) -> DFlashModule:
     """A new drafter in the target's shape, ready to train on `data`.
 
-    `draft_vocab` keeps that many of the commonest tokens, in training and in the checkpoint; None
-    keeps all. `mask_token_id` None takes the embedding row behind the tokenizer's last. `warm`
-    starts from the target's last layers. `tap_cache` is a folder for the taps of texts already
-    visited: 2 * n_taps * H bytes a token. Raises InputError.
+    `draft_vocab` keeps that many of the commonest tokens (None all); `mask_token_id` None takes the
+    embedding row behind the tokenizer's last; `warm` starts from the target's last layers;
+    `tap_cache` is a folder for taps: 2 * n_taps * H bytes a token. Raises InputError.
     """
     if mask_token_id is None:
         mask_token_id = len(target.tokenizer)
@@ -299,12 +298,3 @@ def build(
             "raise data.held_out, or max_new_tokens when the responses are made"
         )
     return DFlashModule(net.to(target.device), target, data, cache=cache, **recipe)
-
-
-def rows_of(draft_tokens: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
-    """[V]: the head row of each token, -1 for tokens that the drafter does not propose."""
-    if draft_tokens is None:
-        return torch.arange(vocab_size)
-    rows = torch.full((vocab_size,), -1)
-    rows[draft_tokens] = torch.arange(len(draft_tokens))
-    return rows
