@@ -61,8 +61,6 @@ def main(cfg: DictConfig) -> None:
             f"trainer.max_steps={cfg.trainer.max_steps} ends before the first validation, so no "
             "validation would choose a state; lower trainer.val_check_interval"
         )
-    if (folder / LAST).exists() and not out.exists():
-        raise InputError(f"{folder} holds a run whose {out} is gone; delete it to train again")
     if cfg.monitor not in model.monitors:
         known = ", ".join(model.monitors)
         raise InputError(f"monitor={cfg.monitor} is not validated; choose from {known}")
@@ -102,6 +100,8 @@ def main(cfg: DictConfig) -> None:
     trainer.fit(model, data, ckpt_path=str(state) if state.exists() else None, weights_only=False)
     if log is not None:
         log.close()
+        if not out.exists():
+            raise InputError(f"{folder} holds a finished run whose {out} is gone; delete it")
         model.finish(out, facts())
         if (trained := model.trained(out)) is not None:
             draw_training(trained).savefig(out / "training.png")
