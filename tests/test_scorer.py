@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import ablate
 import collect
+import launch
 import numpy as np
 import pytest
 import replay
 import torch
+from safetensors.torch import load_file
 from scipy.stats import spearmanr
 from test_scripts import run
 
@@ -456,6 +462,34 @@ def test_fans_of_one_outcome_teach_nothing(collected, monkeypatch):
             batch_size=4,
             seed=0,
         )
+
+
+@pytest.mark.slow
+def test_a_killed_training_ends_as_an_uninterrupted_one(collected, tmp_path):
+    """Dropout, optimiser, batches and the best state included."""
+
+    def command(name: str) -> list[str]:
+        return [
+            *(sys.executable, str(launch.ROOT / "train.py"), "+experiment=tiny"),
+            *(f"data.collected={collected}", "data.held_out=3", "data.batch_size=64"),
+            *("trainer.max_steps=60", "trainer.val_check_interval=20", "save_every=10"),
+            *("scorer.net.dropout=0.3", f"out={tmp_path / name}"),
+            f"paths.outputs={tmp_path / 'outputs' / name}",
+        ]
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command("whole"), check=True, env=environment)
+    state = tmp_path / "outputs/cut/train/mine/last.ckpt"
+    process = subprocess.Popen(command("cut"), env=environment)
+    while not state.exists():
+        assert process.poll() is None, "it ended before it saved anything"
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert torch.load(state, weights_only=False)["global_step"] < 60
+    subprocess.run(command("cut"), check=True, env=environment)
+    whole, cut = (load_file(tmp_path / n / "scorer.safetensors") for n in ("whole", "cut"))
+    assert all(torch.equal(whole[key], cut[key]) for key in whole)
 
 
 @pytest.mark.slow
