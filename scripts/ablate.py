@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from launch import ROOT, progress_bar, stage
+from launch import ROOT, progress_bar, stage, table
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.table import Table
 
 from graft.budgets.fixed import Fixed
 from graft.core.errors import InputError
@@ -87,20 +86,15 @@ def main(cfg: DictConfig) -> None:
     headings = ["", "numbers", "train s"]
     headings += [f"MAT, % at {budget} [95 %]" for budget in cfg.budgets]
     headings += [f"mismatch {budget}" for budget in cfg.budgets] + ["ECE", "us"]
-    table = Table(box=None, pad_edge=False)
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
-    for one in lines:
-        table.add_row(*one)
     console.print(f"tokens a round over r0 (DDTree) at equal budget, {len(anchors)} responses")
     console.width = max(console.width, 40 + 34 * len(cfg.budgets))
-    console.print(table)
+    console.print(table(headings, lines))
 
 
 def check_apart(anchors: Anchors, collected: Any) -> None:
     """Refuse to judge a scorer on prompts that it may have learned from (InputError)."""
     folders = [collected] if isinstance(collected, str) else list(collected)
-    if both := anchors.prompts() & Anchors([Path(f) for f in folders]).prompts():
+    if both := anchors.sources().keys() & Anchors([Path(f) for f in folders]).sources().keys():
         raise InputError(
             f"evaluate and data.collected share {len(both)} prompts, {min(both)} among them; "
             "collect others to judge on"

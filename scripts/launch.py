@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 from graft.core.errors import InputError
 from graft.core.types import Generation
@@ -97,6 +98,16 @@ def progress_bar(console: Console, what: str, note: str = "") -> Progress:
     """A bar with count, elapsed time and ETA; `note` is a rich template of task fields."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(what, *columns, TextColumn(note), console=console)
+
+
+def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+    """Plain columns: the first to the left, numbers to the right."""
+    out = Table(box=None, pad_edge=False)
+    for place, heading in enumerate(headings):
+        out.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    for line in lines:
+        out.add_row(*line)
+    return out
 
 
 def prompts_of(cfg: DictConfig) -> list[Prompt]:

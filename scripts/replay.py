@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from launch import method_of, progress_bar, scorer_of, stage
+from launch import method_of, progress_bar, scorer_of, stage, table
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from graft.budgets.cost import CostTable
@@ -67,14 +66,14 @@ def main(cfg: DictConfig) -> None:
             console.print(against_reality(anchors, folder), soft_wrap=True, end="\n\n")
     summaries = summarise(found, baselines=baselines, cost=cost, seed=cfg.seed)
 
-    for table in (
+    for part in (
         overview(summaries, cfg.baseline),
         why_rounds_end(summaries),
         by_set(summaries),
         by_depth(summaries),
         by_rank(summaries),
     ):
-        console.print(table)
+        console.print(part)
         console.print()
     rounds = sum(summary.rounds for summary in summaries)
     console.print(
@@ -140,7 +139,7 @@ def overview(summaries: Sequence[Summary], baseline: str) -> Group:
         if s.tokens_per_second is not None and s.speedup is not None:
             line += [f"{s.tokens_per_second:.1f}", f"{s.speedup:.2f}x"]
         lines.append(line)
-    return table("tokens a round", headings + (["tok/s", "over AR"] if timed else []), lines)
+    return titled("tokens a round", headings + (["tok/s", "over AR"] if timed else []), lines)
 
 
 def why_rounds_end(summaries: Sequence[Summary]) -> Group:
@@ -150,38 +149,33 @@ def why_rounds_end(summaries: Sequence[Summary]) -> Group:
         [s.name, *(f"{100 * s.loss[kind]:.1f} %" for kind in KINDS), f"{100 * s.mismatch:.1f} %"]
         for s in summaries
     ]
-    return table("why rounds end: share of rounds by fate of the failing token", headings, lines)
+    return titled("why rounds end: share of rounds by fate of the failing token", headings, lines)
 
 
 def by_set(summaries: Sequence[Summary]) -> Group:
     sources = list(summaries[0].mat_by_source)
     lines = [[s.name, *(f"{s.mat_by_source[source]:.2f}" for source in sources)] for s in summaries]
-    return table("MAT by set", ["method", *sources], lines)
+    return titled("MAT by set", ["method", *sources], lines)
 
 
 def by_depth(summaries: Sequence[Summary]) -> Group:
     depths = [str(depth) for depth in range(1, len(summaries[0].acceptance) + 1)]
     lines = [[s.name, *(f"{share:.2f}" for share in s.acceptance)] for s in summaries]
     title = "acceptance by depth: of the rounds that get to the depth before, those that get to it"
-    return table(title, ["method", *depths], lines)
+    return titled(title, ["method", *depths], lines)
 
 
 def by_rank(summaries: Sequence[Summary]) -> Group:
     """Of the accepted tokens, by rank; replay.json has it by depth as well."""
     bins = [str(low) if low == high else f"{low}-{high or ''}" for low, high in RANKS]
     lines = [[s.name, *(f"{share:.1%}" for share in s.by_rank)] for s in summaries]
-    return table(
+    return titled(
         "accepted tokens by their rank among the drafter's candidates", ["method", *bins], lines
     )
 
 
-def table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -> Group:
-    out = Table(box=None, pad_edge=False)
-    for place, heading in enumerate(headings):
-        out.add_column(heading, justify="right" if place else "left", no_wrap=True)
-    for line in lines:
-        out.add_row(*line)
-    return Group(Text(title, "italic"), out)
+def titled(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -> Group:
+    return Group(Text(title, "italic"), table(headings, lines))
 
 
 if __name__ == "__main__":

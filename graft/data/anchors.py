@@ -118,9 +118,10 @@ class Anchors:
     def __len__(self) -> int:
         return len(self._shards)
 
-    def prompts(self) -> set[str]:
-        """Their ids."""
-        return {prompt for prompt, _ in self._shards.keys}
+    def sources(self) -> dict[str, str]:
+        """The prompts' ids, and the set of each."""
+        prompts = (prompt for prompt, _ in self._shards.keys)
+        return dict(zip(prompts, self._shards.column("source"), strict=True))
 
     def __iter__(self) -> Iterator[AnchoredResponse]:
         return (self[i] for i in range(len(self)))

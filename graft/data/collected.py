@@ -98,7 +98,7 @@ class Shards:
             raise InputError(f"{files[0].parent} holds no rows: all prompts were left out")
         self._files, self._ends = list(sizes), list(itertools.accumulate(sizes.values()))
         self._rows = _mapped(self._files)
-        columns = (self._rows.data.column(name).to_pylist() for name in key)
+        columns = (self.column(name) for name in key)
         self.keys = list(zip(*columns, strict=True))
         self._check_once(key)
 
@@ -108,6 +108,10 @@ class Shards:
     def __getitem__(self, i: int) -> dict[str, Any]:
         row = self._rows[i]
         return {name: _plain(row.column(name)[0]) for name in row.column_names}
+
+    def column(self, name: str) -> list[Any]:
+        """One column of scalars."""
+        return self._rows.data.column(name).to_pylist()
 
     def file_of(self, i: int) -> Path:
         """The shard that row i came from."""

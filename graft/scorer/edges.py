@@ -6,7 +6,7 @@ Training has one true parent a fan (P = 1) and B fans from anywhere; decoding ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -25,13 +25,6 @@ class Edges:
     candidates: torch.Tensor  # [B, K] int64, tokens
     log_probs: torch.Tensor  # [B, K] float32, the drafter's
     hidden: torch.Tensor  # [B, H] float32, the drafter's state at the children's depth; H may be 0
-
-    def __len__(self) -> int:
-        return len(self.depths)
-
-    def to(self, device: torch.device) -> Edges:
-        """On another device."""
-        return Edges(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 def edges_of(draft: Draft, device: torch.device, *, pairs: bool) -> Edges:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from graft.core.errors import InputError
 from graft.data.responses import TokenizedResponse, read_responses
 from graft.targets.hf import HFTarget
+from graft.training.batches import StepBatches
 
 PROBED = 8  # texts that the target rereads when files do not say who wrote them
 LEAST_AGREEMENT = 0.6  # of their tokens it must choose itself; its own greedy text has 0.98
@@ -83,8 +84,8 @@ def split(
     return [row for row in order if row.id not in chosen], order[:held_out]
 
 
-class BlockBatches:
-    """A loader of `steps` batches for one rank; its state is how many were taken."""
+class BlockBatches(StepBatches[BlockBatch]):
+    """Texts of shuffled epochs, which ranks deal among themselves, and anchors in them."""
 
     def __init__(
         self,
@@ -99,25 +100,9 @@ class BlockBatches:
     ) -> None:
         if anchors < 1 or batch_size < 1:
             raise InputError("data.anchors and data.batch_size must be at least 1")
+        super().__init__(steps)
         self._texts, self._batch_size, self._anchors = texts, batch_size, anchors
-        self._steps, self._seed = steps, seed
-        self._rank, self._world_size = rank, world_size
-        self._taken = 0
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __iter__(self) -> Iterator[BlockBatch]:
-        while self._taken < self._steps:
-            self._taken += 1  # before the yield: whoever saves the state has got this batch
-            yield self.batch(self._taken - 1)
-        self._taken = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"taken": self._taken}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._taken = state["taken"]
+        self._seed, self._rank, self._world_size = seed, rank, world_size
 
     def batch(self, step: int) -> BlockBatch:
         """The batch of a step: the next texts of a shuffled epoch, anchors drawn afresh."""

@@ -8,7 +8,7 @@ accepted path or off it. A step's batch is a function of (seed, step, rank) alon
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from graft.data.collected import MODELS, difference
 from graft.data.rounds import RecordedRound, Rounds
 from graft.scorer.edges import Edges
 from graft.targets.hf import HFTarget
+from graft.training.batches import StepBatches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,27 +132,12 @@ def fans_of_round(round: RecordedRound, rng: np.random.Generator) -> Fans:
     )
 
 
-class EdgeBatches:
-    """A loader of `steps` batches for one rank; its state is how many were taken."""
+class EdgeBatches(StepBatches[Fans]):
+    """Fans drawn at random, anew for every step."""
 
     def __init__(self, fans: Fans, *, batch_size: int, steps: int, seed: int, rank: int) -> None:
-        self._fans, self._batch_size, self._steps = fans, batch_size, steps
-        self._seed, self._rank, self._taken = seed, rank, 0
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __iter__(self) -> Iterator[Fans]:
-        while self._taken < self._steps:
-            self._taken += 1  # before the yield: whoever saves the state has got this batch
-            yield self.batch(self._taken - 1)
-        self._taken = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"taken": self._taken}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._taken = state["taken"]
+        super().__init__(steps)
+        self._fans, self._batch_size, self._seed, self._rank = fans, batch_size, seed, rank
 
     def batch(self, step: int) -> Fans:
         rng = np.random.default_rng([self._seed, step, self._rank])
@@ -190,7 +176,8 @@ class EdgeData(L.LightningDataModule):
                 f"{folders[0]} was collected with another target ({theirs}, not "
                 f"{target.fingerprint}); scripts/collect.py collects with this one"
             )
-        held = _held_out(anchors, held_out, development)
+        sources = anchors.sources()
+        held = _held_out(sources, held_out, development)
         rng = np.random.default_rng(seed)
         self.validation: list[AnchoredResponse] = []
         parts: list[Fans] = []
@@ -218,8 +205,8 @@ class EdgeData(L.LightningDataModule):
         self.validation_fans = Fans.concatenate(
             [fans_of_anchors(response, rng) for response in self.validation]
         )
-        names = sorted({r.prompt_id for r in anchors})
-        self.digest = hashlib.sha256(repr((names, len(self.training))).encode()).hexdigest()[:12]
+        digest = hashlib.sha256(repr((sorted(sources), len(self.training))).encode())
+        self.digest = digest.hexdigest()[:12]
 
     def describe(self) -> str:
         """What is trained and validated on, in a few words."""
@@ -249,11 +236,14 @@ class EdgeData(L.LightningDataModule):
         return DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
 
 
-def _held_out(anchors: Anchors, count: int, development: Sequence[str]) -> set[str]:
-    """Prompts to validate on: `count`, as many of each set as there are (a hash chooses)."""
+def _held_out(sources: Mapping[str, str], count: int, development: Sequence[str]) -> set[str]:
+    """Prompts to validate on: `count`, as many of each set as there are (a hash chooses).
+
+    `sources` has the set of every prompt.
+    """
     by_source: dict[str, list[str]] = {}
-    for response in anchors:
-        by_source.setdefault(response.source, []).append(response.prompt_id)
+    for prompt, source in sources.items():
+        by_source.setdefault(source, []).append(prompt)
     chosen_from = {s: p for s, p in by_source.items() if not development or s in development}
     if missing := set(development) - set(by_source):
         raise InputError(
@@ -261,15 +251,14 @@ def _held_out(anchors: Anchors, count: int, development: Sequence[str]) -> set[s
             f"{', '.join(sorted(by_source))}"
         )
     queues = [
-        sorted(set(prompts), key=lambda p: hashlib.sha256(p.encode()).digest())
+        sorted(prompts, key=lambda p: hashlib.sha256(p.encode()).digest())
         for _, prompts in sorted(chosen_from.items())
     ]
     order = [q[i] for i in range(max(map(len, queues))) for q in queues if i < len(q)]
-    total = len({p for prompts in by_source.values() for p in prompts})
-    if not 0 < count < total:
+    if not 0 < count < len(sources):
         raise InputError(
             f"data.held_out={count} leaves nothing to train on or nothing to validate on: there "
-            f"are {total} prompts"
+            f"are {len(sources)} prompts"
         )
     return set(order[:count])
 

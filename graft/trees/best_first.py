@@ -17,6 +17,7 @@ and a smaller budget a prefix of it.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numba
 import numpy as np
@@ -43,6 +44,11 @@ def expand_reference(draft: Draft, budget: int) -> DraftTree:
             pushed += 1
             score = -negative + log_probs[depth, 0]
             heapq.heappush(heap, (-score, pushed, len(nodes) - 1, depth + 1, 0))
+    return _tree_of(nodes)
+
+
+def _tree_of(nodes: Sequence[tuple]) -> DraftTree:
+    """Out of (token, parent, depth, log score) of each node."""
     tokens, parents, depths, scores = zip(*nodes, strict=True)
     return DraftTree(
         np.array(tokens, np.int64),
@@ -188,14 +194,7 @@ def expand_edges_reference(
         push(parent, place + 1)
         if nodes[-1][2] < D:
             push(len(nodes) - 1, 0)
-    words, parents, depths, totals = zip(*nodes, strict=True)
-    return DraftTree(
-        np.array(words, np.int64),
-        np.array(parents, np.int64),
-        np.array(depths, np.int64),
-        np.array(totals, np.float32),
-        ancestor_mask(np.array(parents)),
-    )
+    return _tree_of(nodes)
 
 
 def expand_edges(
