@@ -2,7 +2,7 @@
 
     python scripts/collect.py
     python scripts/collect.py prompts=path/to/prompts out=data/collected/mine max_new_tokens=200
-    python scripts/collect.py what=[anchors] dataset=gsm8k per_set=128 hidden=int8
+    python scripts/collect.py what=[anchors] dataset=gsm8k per_set=128 hidden=null
     CUDA_VISIBLE_DEVICES=3 python scripts/collect.py +experiment=qwen3_8b shard=3/8  # GPU 3 of 8
     python scripts/collect.py -m shard=0/2,1/2              # one after the other, or by a launcher
 
@@ -29,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from launch import bind, method_of, progress_bar, prompts_of, stage
+from launch import bind, builder_of, method_of, progress_bar, prompts_of, stage
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import Progress
@@ -69,7 +69,8 @@ def main(cfg: DictConfig) -> None:
         )
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     out = Path(cfg.out)
-    made_by = {what: describe(what, config, target, drafter) for what in SCHEMAS}
+    built = {"builder": builder_of(decode)}
+    made_by = {what: describe(what, config, target, drafter) | built for what in SCHEMAS}
     before = {what: done(out / what, made_by[what], strict=what in products) for what in SCHEMAS}
     missing = {what: before[what].missing(prompts[part::parts]) for what in products}
     keep_tokenizer(target.tokenizer, out / "tokenizer")

@@ -25,7 +25,7 @@ from graft.collect.anchors import answer_all, collect_anchors
 from graft.collect.asking import Asker, Collected, LeaveOut, Skipped
 from graft.collect.rounds import Recorder, collect_rounds, judgements
 from graft.core.errors import InputError
-from graft.core.types import Draft, Request, Round
+from graft.core.types import Draft, Request, Round, RoundState
 from graft.data.anchors import Anchors
 from graft.data.collected import done
 from graft.data.prompts import Prompt
@@ -96,16 +96,18 @@ def test_a_recorded_round_is_the_round(target):
     assert len(recorder.rows) == len(happened) == len(result.committed)
     accepted: list[int] = []
     for row, real in zip(recorder.rows, happened, strict=True):
-        D, K = real.draft.tokens.shape
+        draft = real.state.draft
+        D, K = draft.tokens.shape
         over, norms, best = judgements(real)
         logits = real.step.logits.float().numpy()
         for node, depth in enumerate(real.tree.depths):
-            candidates = real.draft.tokens[depth] if depth < D else None
+            candidates = draft.tokens[depth] if depth < D else None
             expected = logits[node, candidates] if depth < D else np.zeros(K)
             np.testing.assert_array_equal(over[node], expected)
             assert norms[node] == pytest.approx(np.log(np.exp(logits[node]).sum()), rel=1e-5)
             assert best[node] == logits[node].argmax()
-        assert row["conf"] == pytest.approx(np.exp(real.draft.log_probs[:, 0]).mean())
+        assert row["conf"] == pytest.approx(np.exp(draft.log_probs[:, 0]).mean())
+        assert row["degen"] == pytest.approx(real.state.degen)
         assert row["hist"] == pytest.approx(np.mean(accepted[-3:]) if accepted else 0)
         assert (row["round"], row["bonus"], row["path"]) == (real.index, real.bonus, real.path)
         accepted.append(len(real.path) - 1)
@@ -116,8 +118,9 @@ def test_degen_rises_with_states_that_grow_alike():
     flat = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
     draft = Draft.from_logits(0, torch.randn(3, 9), flat, candidates=2)
     np.testing.assert_allclose(draft.cosines, [0, 1], atol=1e-6)
-    assert draft.degen == pytest.approx(0.5 + 1)
-    assert Draft.from_logits(0, torch.randn(1, 9), flat[:1], candidates=2).degen == 0
+    assert RoundState(draft, 1, ()).degen == pytest.approx(0.5 + 1)
+    one = Draft.from_logits(0, torch.randn(1, 9), flat[:1], candidates=2)
+    assert RoundState(one, 1, ()).degen == 0
 
 
 def test_the_targets_own_answers_are_fed_back():

@@ -34,7 +34,7 @@ SAMPLING = {
 @pytest.mark.parametrize("policy", group("budget"))
 @pytest.mark.parametrize("tree", group("tree"))
 def test_every_config_reproduces_plain_decoding(
-    target, tree, policy, sampling, drafter, tiny_scorer
+    target, tree, policy, sampling, drafter, tiny_scorer, tiny_constants
 ):
     request = Request(PROMPT, 40, stop_tokens=target.stop_tokens, **SAMPLING[sampling])
     oracle = autoregressive.generate(request, target=target)
@@ -43,6 +43,7 @@ def test_every_config_reproduces_plain_decoding(
         f"budget@method.budget={policy}",
         f"drafter={drafter}",
         f"paths.scorer={tiny_scorer}",
+        f"paths.constants={tiny_constants}",
     )
     for nodes in BUDGETS if policy == "fixed" else (None,):
         sized = [f"method.budget.nodes={nodes}"] if nodes else []
@@ -123,7 +124,11 @@ def test_streamed_tokens_are_the_response(target):
     assert streamed == result.tokens
     assert [len(r.path) for r in rounds] == result.committed
     assert [r.index for r in rounds] == list(range(len(rounds)))
-    assert all(r.context_length == len(PROMPT) + sum(result.committed[: r.index]) for r in rounds)
+    assert [r.state.context_length for r in rounds] == [
+        len(PROMPT) + sum(result.committed[:i]) for i in range(len(rounds))
+    ]
+    before = [result.committed[:i] for i in range(len(rounds))]
+    assert [list(r.state.accepted) for r in rounds] == [[n - 1 for n in part] for part in before]
     verbs = {"propose", "allocate", "build", "trim", "verify", "accept", "commit"}
     assert all(r.seconds.keys() == verbs for r in rounds)
 

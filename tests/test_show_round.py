@@ -64,7 +64,7 @@ def recorded(draft: Draft, tree: DraftTree, path: list[int], bonus: int) -> Reco
     n, K = len(tree), draft.tokens.shape[1]
     return RecordedRound(
         **dict.fromkeys(("prompt_id", "source"), "a"),
-        **dict.fromkeys(("turn", "index", "context_length", "hist"), 0),
+        **dict.fromkeys(("turn", "index", "context_length", "conf", "degen", "hist"), 0),
         draft=draft,
         budget=n - 1,
         tree=tree,

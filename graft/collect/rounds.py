@@ -17,7 +17,7 @@ from graft.collect.asking import (
     free_memory,
     leaving_out_of_memory,
 )
-from graft.core.types import Generation, Round, RoundState
+from graft.core.types import Generation, Round
 from graft.data.prompts import Prompt
 
 
@@ -59,23 +59,21 @@ class Recorder:
         self.rows: list[dict[str, Any]] = []
         self._response = {"prompt_id": prompt.key, "source": prompt.source, "turn": turn}
         self._window = hist_window
-        self._accepted: list[int] = []
 
     def __call__(self, done: Round) -> None:
-        draft, tree = done.draft, done.tree
+        state, draft, tree = done.state, done.state.draft, done.tree
         over, norm, best = judgements(done)
-        state = RoundState(draft, done.context_length, self._accepted)
         self.rows.append(
             {
                 **self._response,
                 "round": done.index,
-                "context_length": done.context_length,
+                "context_length": state.context_length,
                 "root": draft.root,
                 "candidates": draft.tokens.ravel(),
                 "log_probs": draft.log_probs.ravel(),
                 "cosines": draft.cosines,
-                "conf": draft.conf,
-                "degen": draft.degen,
+                "conf": state.conf,
+                "degen": state.degen,
                 "hist": state.hist(self._window),
                 "budget": done.budget,
                 "tokens": tree.tokens,
@@ -90,7 +88,6 @@ class Recorder:
                 "seconds": done.seconds,
             }
         )
-        self._accepted.append(len(done.path) - 1)
 
 
 def judgements(done: Round) -> tuple[Any, Any, Any]:
@@ -100,7 +97,8 @@ def judgements(done: Round) -> tuple[Any, Any, Any]:
     their log-normalisers [N] over the vocabulary, and their argmaxes [N].
     """
     logits = done.step.logits
-    depths, candidates = torch.from_numpy(done.tree.depths), torch.from_numpy(done.draft.tokens)
+    depths = torch.from_numpy(done.tree.depths)
+    candidates = torch.from_numpy(done.state.draft.tokens)
     D = len(candidates)
     wanted = candidates[depths.clamp_max(D - 1)].to(logits.device)  # [N, K]
     over = logits.gather(1, wanted).float()

@@ -110,6 +110,8 @@ class TreeBuilder(Protocol):
 class BudgetPolicy(Protocol):
     """Decides how many nodes a round is worth: before building, after it, or both."""
 
+    max_context: int  # the longest context it knows the costs of
+
     def allocate(self, state: RoundState) -> int: ...
 
     def trim(self, tree: DraftTree, context_length: int) -> int: ...

@@ -32,7 +32,7 @@ def provenance(config: Mapping[str, Any]) -> dict[str, Any]:
         "versions": versions(),
         "machine": {
             "platform": platform.platform(),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name(),
             "threads": torch.get_num_threads(),
         },
     }
@@ -130,7 +130,8 @@ def _version(package: str) -> str:
         return "absent"
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """The processor's model, as the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

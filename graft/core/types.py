@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -38,20 +39,6 @@ class Draft:
     ) -> Draft:
         """Keep the best `candidates` of logits [D, V]; only they leave the device."""
         return Drafts.from_logits([root], logits[None], hidden[None], candidates=candidates)[0]
-
-    @property
-    def conf(self) -> float:
-        """Mean probability of the best candidate over depths (DESIGN 5.4)."""
-        return float(np.exp(self.log_probs[:, 0]).mean())
-
-    @property
-    def degen(self) -> float:
-        """How alike the drafter's states are and become: mean(r) + (r_last - r_first), 0 if D = 1.
-
-        DESIGN 5.4. High where it drafts the same thing over and over.
-        """
-        r = self.cosines
-        return float(r.mean() + r[-1] - r[0]) if len(r) else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,16 +146,31 @@ class Step:
     )  # [N, n_taps * H] outputs of the tapped blocks, [N, 0] when nothing is tapped
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RoundState:
-    """What a budget policy may look at before the tree is built."""
+    """What a budget policy may look at before the tree is built (DESIGN 5.4)."""
 
     draft: Draft
     context_length: int  # T
     accepted: Sequence[int]  # accepted drafted tokens of every earlier round of this response
 
+    @cached_property
+    def conf(self) -> float:
+        """Mean probability of the best candidate over depths."""
+        best = self.draft.log_probs[:, 0].tolist()  # a few numbers: faster than as an array
+        return sum(map(math.exp, best)) / len(best)
+
+    @cached_property
+    def degen(self) -> float:
+        """How alike the drafter's states are and become: mean(r) + (r_last - r_first), 0 if D = 1.
+
+        High where it drafts the same thing over and over.
+        """
+        r = self.draft.cosines.tolist()
+        return sum(r) / len(r) + r[-1] - r[0] if r else 0.0
+
     def hist(self, window: int) -> float:
-        """Mean accepted length of the last `window` rounds, 0 before the first (DESIGN 5.4)."""
+        """Mean accepted length of the last `window` rounds, 0 before the first."""
         last = self.accepted[-window:]
         return sum(last) / len(last) if last else 0.0
 
@@ -178,8 +180,7 @@ class Round:
     """One pass through the seven verbs of `decode/loop.py`, as the on-round hook sees it."""
 
     index: int
-    context_length: int  # T before this round's commit
-    draft: Draft
+    state: RoundState  # before this round's commit
     budget: int  # what the policy allocated; the tree may hold fewer nodes
     tree: DraftTree
     step: Step

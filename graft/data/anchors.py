@@ -118,6 +118,11 @@ class Anchors:
     def __len__(self) -> int:
         return len(self._shards)
 
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        """Prompt and turn of every response."""
+        return self._shards.keys
+
     def sources(self) -> dict[str, str]:
         """The prompts' ids, and the set of each."""
         prompts = (prompt for prompt, _ in self._shards.keys)

@@ -84,6 +84,8 @@ class Shards:
         self, folders: Sequence[Path], kind: str, version: int, *, key: Sequence[str]
     ) -> None:
         files = [file for folder in folders for file in _files(folder / kind)]
+        if not files:
+            raise InputError("collected= names no folder; scripts/collect.py makes them")
         made_by = [_footer(file, kind, version) for file in files]
         self.made_by, _ = made_by[0]
         for file, (theirs, _) in zip(files, made_by, strict=True):

@@ -85,6 +85,8 @@ class RecordedRound:
     index: int
     context_length: int
     draft: Draft
+    conf: float
+    degen: float
     hist: float
     budget: int
     tree: DraftTree
@@ -143,6 +145,8 @@ class Rounds:
             index=row["round"],
             context_length=row["context_length"],
             draft=draft,
+            conf=row["conf"],
+            degen=row["degen"],
             hist=row["hist"],
             budget=row["budget"],
             tree=tree,

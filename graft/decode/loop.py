@@ -33,7 +33,7 @@ def generate(
     `on_round` sees every round with its draft, tree and logits; `on_tokens` gets new tokens as they
     are committed.
     """
-    check_fits(request, target)
+    check_fits(request, target, budget)
     clock = Clock(target.device)
     sampler = Sampler(request, target.device)
     response = Response(request, on_tokens)
@@ -49,8 +49,9 @@ def generate(
     while not response.finished:
         with clock("propose"):
             draft = drafter.propose(root, taps)
+        state = RoundState(draft, context_length, tuple(accepted))
         with clock("allocate"):
-            allocated = budget.allocate(RoundState(draft, context_length, accepted))
+            allocated = budget.allocate(state)
         with clock("build"):
             tree = builder.build(draft, allocated)
         with clock("trim"):
@@ -66,8 +67,7 @@ def generate(
             on_round(
                 Round(
                     index=len(nodes),
-                    context_length=context_length,
-                    draft=draft,
+                    state=state,
                     budget=allocated,
                     tree=tree,
                     step=step,

@@ -18,7 +18,7 @@ import numpy as np
 
 from graft.core.errors import InputError
 from graft.core.interfaces import BudgetPolicy, TreeBuilder
-from graft.core.types import Drafts, Generation, RoundState
+from graft.core.types import Drafts, DraftTree, Generation, RoundState
 
 Tokens = Sequence[int] | np.ndarray
 
@@ -43,6 +43,24 @@ class Walk:
         return float(self.committed.mean()) if len(self.roots) else math.nan
 
 
+class Trees:
+    """The trees of a response's drafts. None is built twice: a smaller one is a prefix."""
+
+    def __init__(self, builder: TreeBuilder, drafts: Drafts, *, least: int = 0) -> None:
+        """Build for `least` nodes where fewer are asked for: more may be, later."""
+        self._builder, self._drafts, self._least = builder, drafts, least
+        self._kept: dict[int, tuple[int, DraftTree]] = {}
+
+    def __call__(self, root: int, budget: int) -> DraftTree:
+        """The tree of `budget` drafted nodes at a root."""
+        built, tree = self._kept.get(root, (-1, None))
+        if tree is None or built < budget:
+            built = max(budget, self._least)
+            tree = self._builder.build(self._drafts[root], built)
+            self._kept[root] = built, tree
+        return tree.prefix(budget)
+
+
 @dataclass(frozen=True)
 class Replay:
     """A way of decoding, without its models."""
@@ -61,13 +79,20 @@ class Replay:
         return cls(decode.keywords["builder"], decode.keywords["budget"])
 
     def __call__(
-        self, drafts: Drafts, response: Tokens, beyond: Tokens = (), *, start: int = 0
+        self,
+        drafts: Drafts,
+        response: Tokens,
+        beyond: Tokens = (),
+        *,
+        start: int = 0,
+        trees: Trees | None = None,
     ) -> Walk:
         """Walk `response`, as `loop.generate` would for the same prompt of `start` tokens.
 
         Draft i has response token i as its root. `beyond` is what the target says after the
         response: with D - 1 tokens of it every round is that of real decoding; without them the
-        last rounds, which look past the end, are left out.
+        last rounds, which look past the end, are left out. `trees` of the same builder and drafts
+        save building them again.
         """
         text = np.array([*response, *beyond], np.int64)
         last = min(len(response) - 1, len(text) - drafts.depth)  # one past the last root
@@ -75,9 +100,11 @@ class Replay:
         accepted: list[int] = []
         root = 0
         while root < last:
-            draft = drafts[root]
-            allocated = self.budget.allocate(RoundState(draft, start + root, accepted))
-            tree = self.builder.build(draft, allocated)
+            allocated = self.budget.allocate(RoundState(drafts[root], start + root, accepted))
+            if trees is None:
+                tree = self.builder.build(drafts[root], allocated)
+            else:
+                tree = trees(root, allocated)
             tree = tree.prefix(self.budget.trim(tree, start + root))
             along, elsewhere = _follow(tree.tokens, tree.parents, tree.depths, text[root + 1 :])
             rounds.append((root, len(tree) - 1, along, elsewhere))
@@ -86,6 +113,30 @@ class Replay:
         columns = zip(*rounds, strict=True) if rounds else ((),) * 4
         types = (np.int64, np.int64, np.int64, np.bool_)
         return Walk(*(np.array(c, t) for c, t in zip(columns, types, strict=True)))
+
+
+NEVER = 2**31 - 1  # of a token that no node holds
+
+
+def arrivals(tree: DraftTree, text: np.ndarray) -> np.ndarray:
+    """The nodes that hold the first tokens of `text` one below the other, NEVER where none does.
+
+    [len(text)]. Nodes are numbered in admission order: with a budget of B the first arrivals <= B
+    would have been accepted.
+    """
+    return _arrivals(tree.tokens, tree.parents, text)
+
+
+@numba.njit(cache=True)
+def _arrivals(tokens, parents, text):
+    found = np.full(len(text), NEVER, np.int64)
+    at, along = 0, 0
+    for node in range(1, len(tokens)):  # one sweep is enough: a parent precedes its children
+        if along < len(text) and parents[node] == at and tokens[node] == text[along]:
+            found[along] = node
+            at = node
+            along += 1
+    return found
 
 
 @numba.njit(cache=True)

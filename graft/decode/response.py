@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from graft.core.errors import InputError
-from graft.core.interfaces import BatchTarget, Target
+from graft.core.interfaces import BatchTarget, BudgetPolicy, Target
 from graft.core.types import Request
 
 
@@ -33,10 +33,16 @@ class Response:
             self._on_tokens(self.tokens[before:])
 
 
-def check_fits(request: Request, target: Target | BatchTarget, *, beyond: int = 0) -> None:
-    """Refuse a request that would outgrow the target's context (InputError, with the numbers).
+def check_fits(
+    request: Request,
+    target: Target | BatchTarget,
+    budget: BudgetPolicy | None = None,
+    *,
+    beyond: int = 0,
+) -> None:
+    """Refuse a request that would outgrow the target's context, or the costs that a policy knows.
 
-    `beyond` tokens are wanted past the end of the response.
+    `beyond` tokens are wanted past the end of the response. Raises InputError, with the numbers.
     """
     needed = len(request.prompt) + request.max_new_tokens + beyond
     if needed > target.max_context:
@@ -44,4 +50,10 @@ def check_fits(request: Request, target: Target | BatchTarget, *, beyond: int = 
             f"the prompt has {len(request.prompt)} tokens and max_new_tokens is "
             f"{request.max_new_tokens}: together {needed}, more than the target's context of "
             f"{target.max_context}; shorten one of them"
+        )
+    if budget is not None and needed > budget.max_context:
+        raise InputError(
+            f"the budget policy knows what rounds cost up to a context of {budget.max_context}, "
+            f"and prompt and max_new_tokens need {needed}; measure longer ones: python "
+            "scripts/fit.py contexts=[...]"
         )

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from graft.core.errors import InputError
+from graft.core.fingerprint import fingerprint
 from graft.core.types import Draft
 from graft.scorer import terms
 from graft.scorer.edges import edges_of
@@ -90,6 +91,11 @@ class EdgeScorer:
         return np.ascontiguousarray(draft.tokens), scores
 
     @property
+    def fingerprint(self) -> str:
+        """Tells scorers apart that build different trees."""
+        return fingerprint(self.net, f"{self.config} {float(self.net.shrink)}")
+
+    @property
     def _device(self) -> torch.device:
         return self.net.shrink.device
 
@@ -101,11 +107,11 @@ class EdgeScorer:
 
     def check_fits(self, target: str, drafter: str) -> None:
         """Refuse other models than it was trained for, by fingerprint (InputError)."""
-        for what, fingerprint in (("target", target), ("drafter", drafter)):
-            if self.config[what] != fingerprint:
+        for what, found in (("target", target), ("drafter", drafter)):
+            if self.config[what] != found:
                 raise InputError(
                     f"the scorer was trained for another {what} ({self.config[what]}, not "
-                    f"{fingerprint}); train one: python train.py"
+                    f"{found}); train one: python train.py"
                 )
 
     def shrink(self, factor: float) -> None:
