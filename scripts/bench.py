@@ -25,10 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from graft.budgets.cost import CostTable
 from graft.core.clock import Clock
 from graft.core.errors import InputError
-from graft.core.runlog import RunLog, provenance
+from graft.core.runlog import RunLog
 from graft.core.types import Draft, Request, Round
 from graft.decode import autoregressive
 from graft.scorer.checkpoint import EdgeScorer
@@ -37,7 +36,6 @@ from graft.trees.best_first import expand, expand_reference
 from graft.trees.tdes import TDES
 
 DRAFTER = "the drafter, head and candidates included, ms"
-HOST = ("allocate", "build", "trim", "accept", "commit")  # verbs outside the two passes
 ROWS = (1, 4, 8, 16, 32, 64, 128)  # of a verify pass, root included
 
 
@@ -69,35 +67,15 @@ def main(cfg: DictConfig) -> None:
         "a round": partial(a_round, target, drafter, method, prompt, cfg.new_tokens),
         "memory": partial(memory, method, prompt, cfg.rounds),
     }
-    measured: dict[str, float] = {}
     for title, section in sections.items():
         if not (rows := section()):
             continue
-        measured |= rows
         table = Table(title=title, title_justify="left", box=None, show_header=False)
         for label, value in rows.items():
             table.add_row(label, f"{value:.3g}")
         log.log({f"{title}/{label}": value for label, value in rows.items()})
         console.print(table)
     log.close()
-    models = {
-        "target": target.fingerprint,
-        "drafter": drafter.fingerprint,
-        "dtype": str(target.dtype).removeprefix("torch."),
-    }
-    table_of_costs(measured, models | provenance(config)).save(folder / "cost.json")
-    console.print(f"cost table for scripts/replay.py: {folder / 'cost.json'}", soft_wrap=True)
-
-
-def table_of_costs(measured: Mapping[str, float], made_by: Mapping[str, Any]) -> CostTable:
-    """What a round costs here, from the passes and the stages around them."""
-    return CostTable(
-        rows=ROWS,
-        verify=tuple(measured[f"{n} nodes, ms"] / 1e3 for n in ROWS),
-        draft=measured[DRAFTER] / 1e3,
-        host=sum(measured[f"{verb}, ms"] for verb in HOST) / 1e3,
-        made_by=made_by,
-    )
 
 
 def medians(functions: Mapping[Any, Callable[[], object]], repeats: int) -> dict[Any, float]:
@@ -205,10 +183,10 @@ def a_round(
     method(Request(prompt, new_tokens), on_round=rounds.append)
     last = rounds[-1]
     inside = {"of it the mask": partial(target.mask, last.tree)}
-    if len(last.draft.hidden[0]):
-        logits = drafter.head(last.draft.hidden)
+    if len(last.state.draft.hidden[0]):
+        logits = drafter.head(last.state.draft.hidden)
         inside["of it the candidates"] = partial(
-            Draft.from_logits, 0, logits, last.draft.hidden, candidates=drafter.candidates
+            Draft.from_logits, 0, logits, last.state.draft.hidden, candidates=drafter.candidates
         )
     hidden = medians(inside, 50)
     verbs = {v: statistics.median(r.seconds[v] for r in rounds) for v in last.seconds}

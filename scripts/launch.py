@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ DISK = {  # what a user's disk or permissions may answer
 HYDRA_HINT = ", set env var HYDRA_FULL_ERROR=1 to see chained exception."
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
+WIDTH = 120  # columns that a table of results needs, also where the output is no terminal
 os.environ.setdefault("GRAFT_ROOT", str(ROOT))
 os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors reach `stage`, which words them
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # it logs errors before it raises them
 
 import hydra
+import torch
 from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -45,7 +47,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from graft.budgets.cost import CostTable
 from graft.core.errors import InputError
+from graft.core.runlog import cpu_name
 from graft.core.types import Generation
 from graft.data.prompts import Prompt, apply_templates, check_keys, read_prompts
 from graft.scorer.checkpoint import EdgeScorer
@@ -120,6 +124,11 @@ def prompts_of(cfg: DictConfig) -> list[Prompt]:
     return prompts
 
 
+def folders_of(value: Any) -> list[Path]:
+    """One folder or a list of them."""
+    return [Path(folder) for folder in ([value] if isinstance(value, str) else value or [])]
+
+
 def method_of(method: DictConfig) -> partial[Generation]:
     """A method's decode function, before any model is loaded, so that a wrong key costs no time."""
     decode: partial[Generation] = instantiate(method)
@@ -133,17 +142,67 @@ def method_of(method: DictConfig) -> partial[Generation]:
 def bind(decode: partial[Generation], *, target: Any, drafter: Any | None) -> partial[Generation]:
     """Give a decode function its models; plain decoding takes no drafter.
 
-    Raises InputError for a tree builder whose scorer was trained for other models.
+    Raises InputError for a tree builder whose scorer was trained for other models, and for a budget
+    policy whose constants were fitted for others, or on another machine.
     """
     if (scorer := scorer_of(decode)) is not None and drafter is not None:
         scorer.check_fits(target.fingerprint, drafter.fingerprint)
         scorer.to(target.device)
+    if (check := getattr(decode.keywords.get("budget"), "check_fits", None)) is not None:
+        check(setting_of(decode, target, drafter))
     return partial(decode, target=target, **({"drafter": drafter} if drafter else {}))
 
 
 def scorer_of(decode: partial[Generation]) -> EdgeScorer | None:
     """The edge scorer that a method's builder asks, if it asks one."""
     return getattr(decode.keywords.get("builder"), "scorer", None)
+
+
+def check_collected(decode: partial[Generation], made_by: Mapping[str, Any]) -> None:
+    """Refuse a method that was made for other models than a collection shows (InputError)."""
+    found = models_of(made_by)
+    if (scorer := scorer_of(decode)) is not None:
+        scorer.check_fits(found["target"], found["drafter"])
+    if (check := getattr(decode.keywords["budget"], "check_fits", None)) is not None:
+        check(found | {"builder": builder_of(decode)})
+
+
+def models_of(made_by: Mapping[str, Any]) -> dict[str, Any]:
+    """The models that a collection shows, by fingerprint, and their dtype."""
+    models = {key: made_by[key]["fingerprint"] for key in ("target", "drafter")}
+    return models | {"dtype": made_by["settings"]["dtype"]}
+
+
+def cost_of(decode: partial[Generation]) -> CostTable | None:
+    """The cost table that a method's budget policy weighs with, if it does."""
+    return getattr(decode.keywords.get("budget"), "cost", None)
+
+
+def builder_of(decode: partial[Generation]) -> str:
+    """What tells a method's tree builder from others: its class, settings and scorer."""
+    builder = decode.keywords["builder"]
+    settings: dict[str, Any]
+    settings = {k.strip("_"): v for k, v in vars(builder).items() if isinstance(v, int | float)}
+    if (scorer := scorer_of(decode)) is not None:
+        settings["scorer"] = scorer.fingerprint
+    return f"{type(builder).__name__}({', '.join(f'{k}={v}' for k, v in settings.items())})"
+
+
+def setting_of(decode: partial[Generation], target: Any, drafter: Any) -> dict[str, Any]:
+    """What the costs of a method's rounds depend on: models, builder, dtype and machine."""
+    return machine_of(target, drafter) | {"builder": builder_of(decode)}
+
+
+def machine_of(target: Any, drafter: Any) -> dict[str, Any]:
+    """Models, dtype and machine, as they tell measurements apart."""
+    cuda = target.device.type == "cuda"
+    return {
+        "target": target.fingerprint,
+        "drafter": drafter.fingerprint,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(target.device) if cuda else cpu_name(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def drafts(method: DictConfig) -> bool:

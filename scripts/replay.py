@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from launch import method_of, progress_bar, scorer_of, stage, table
+from launch import (
+    check_collected,
+    folders_of,
+    method_of,
+    models_of,
+    progress_bar,
+    stage,
+    table,
+)
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console, Group
 from rich.text import Text
@@ -40,16 +48,14 @@ def main(cfg: DictConfig) -> None:
     decoders = {name: method_of(method) for name, method in cfg.methods.items()}
     methods = {name: Replay.of(decode) for name, decode in decoders.items()}
     baselines = {name: baseline_of(name, cfg.baseline, list(methods)) for name in methods}
-    anchors = Anchors(paths(cfg.collected))
+    anchors = Anchors(folders_of(cfg.collected))
     made_by = anchors.made_by
-    models = {key: made_by[key]["fingerprint"] for key in ("target", "drafter")}
     for decode in decoders.values():
-        if (scorer := scorer_of(decode)) is not None:
-            scorer.check_fits(**models)
+        check_collected(decode, made_by)
     cost = None
     if cfg.cost:
         cost = CostTable.load(Path(cfg.cost))
-        cost.check_fits(models | {"dtype": made_by["settings"]["dtype"]})
+        cost.check_fits(models_of(made_by))
     console.print(
         f"{made_by['target']['name']}; {made_by['drafter']['name']}; {len(anchors)} responses, "
         f"D = {anchors.depth}, K = {anchors.candidates}, {made_by['settings']['dtype']}, "
@@ -61,7 +67,7 @@ def main(cfg: DictConfig) -> None:
         started = time.perf_counter()
         found = replay_all(progress.track(anchors, total=len(anchors)), methods)
         seconds = time.perf_counter() - started
-    for folder in paths(cfg.check):
+    for folder in folders_of(cfg.check):
         if (folder / "rounds").is_dir():
             console.print(against_reality(anchors, folder), soft_wrap=True, end="\n\n")
     summaries = summarise(found, baselines=baselines, cost=cost, seed=cfg.seed)
@@ -98,11 +104,6 @@ def baseline_of(method: str, baseline: str, methods: Sequence[str]) -> str:
     if found is None:
         raise InputError(f"baseline={baseline} is no method; there are {', '.join(methods)}")
     return found
-
-
-def paths(folders: Any) -> list[Path]:
-    """One folder or a list of them."""
-    return [Path(folder) for folder in ([folders] if isinstance(folders, str) else folders)]
 
 
 def against_reality(anchors: Anchors, folder: Path) -> str:

@@ -107,18 +107,23 @@ def test_generate_compares_with_plain_decoding(tiny_run, tmp_path):
 
 
 @pytest.mark.parametrize("method", group("method"))
-def test_every_method_generates_the_same_text(tiny_run, tmp_path, method, tiny_scorer):
+def test_every_method_generates_the_same_text(
+    tiny_run, tmp_path, method, tiny_scorer, tiny_constants
+):
     conversation = tmp_path / "conversation.json"
     turns = [("user", "one"), ("assistant", "two"), ("user", "three")]
     conversation.write_text(json.dumps([{"role": r, "content": c} for r, c in turns]))
     settings = (f"messages={conversation}", "max_new_tokens=20", "temperature=0.9", "seed=7")
-    settings += (f"paths.scorer={tiny_scorer}",)
+    settings += (f"paths.scorer={tiny_scorer}", f"paths.constants={tiny_constants}")
+    mine = [f"method={method}"]
+    if method == "graft_paper":  # names its scorer
+        mine.append(f"method.builder.scorer={tiny_scorer}")
     texts = {
-        tiny_run(generate, f"method={name}", "stream=false", *settings)[1].split("\n\n")[1]
-        for name in (method, "ar")
+        tiny_run(generate, *chosen, "stream=false", *settings)[1].split("\n\n")[1]
+        for chosen in (mine, ["method=ar"])
     }
     assert len(texts) == 1
-    code, streamed, _ = tiny_run(generate, f"method={method}", *settings)
+    code, streamed, _ = tiny_run(generate, *mine, *settings)
     assert code == 0
     assert texts.pop() in streamed
 

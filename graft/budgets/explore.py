@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 import random
 
-from graft.budgets.fixed import MAX_NODES
+from graft.budgets.fixed import ANY, MAX_NODES
 from graft.core.errors import InputError
 from graft.core.types import DraftTree, RoundState
 
 
 class Explore:
     """`nodes` drafted nodes; in a `share` of the rounds more, up to `largest`."""
+
+    max_context = ANY
 
     def __init__(self, nodes: int, *, share: float, largest: int, seed: int = 0) -> None:
         if not 0 <= share <= 1:

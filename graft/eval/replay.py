@@ -29,10 +29,15 @@ class Replayed:
 
     prompt_id: str
     source: str
+    start: int  # tokens of the prompt
     tokens: int  # that decoding commits after the first, up to the response's end
     walk: Walk
     fates: np.ndarray  # [R], indices into KINDS
     taken: np.ndarray  # [D, K] accepted tokens by depth and rank among the drafter's candidates
+
+    def seconds(self, cost: CostTable) -> float:
+        """Of all rounds, under a cost table."""
+        return float(cost.seconds(self.walk.nodes, self.start + self.walk.roots).sum())
 
 
 def replay_all(
@@ -50,6 +55,7 @@ def replay_all(
                 Replayed(
                     prompt_id=response.prompt_id,
                     source=response.source,
+                    start=len(response.prompt),
                     tokens=len(response.response) - 1,
                     walk=walk,
                     fates=fates(walk, ranks, response.drafts.tokens.shape[2]),
@@ -133,7 +139,8 @@ class Summary:
     acceptance: list[float]  # of the rounds that get to depth d - 1, those that get to d
     by_rank: list[float]  # of the accepted tokens, by bin of RANKS
     by_depth_and_rank: list[list[float]]  # [D][K] as `acceptance`, by the accepted token's rank
-    tokens_per_second: float | None  # under the cost table: 1 / the mean time per output token
+    tokens_per_second: float | None  # under the cost table: 1 / the mean time per output token, of
+    # the responses that end within its contexts
     speedup: float | None  # AR's time per output token / this mean
 
 
@@ -187,9 +194,13 @@ def _summary(
         )
         for source in sources
     }
-    pace = None
+    pace = ar = None
     if cost is not None:
-        pace = float(np.mean([cost.seconds(one.walk.nodes).sum() / one.tokens for one in mine]))
+        known = [one for one in mine if one.start + one.tokens < cost.contexts[-1]]
+        if known:
+            pace = float(np.mean([one.seconds(cost) / one.tokens for one in known]))
+            steps = [cost.ar_seconds(one.start + np.arange(one.tokens)).mean() for one in known]
+            ar = float(np.mean(steps))
     return Summary(
         name=name,
         responses=len(mine),
@@ -210,7 +221,7 @@ def _summary(
         ],
         by_depth_and_rank=_shares(counts, reached[:-1, None]),
         tokens_per_second=None if pace is None else 1 / pace,
-        speedup=None if cost is None or pace is None else cost.ar / pace,
+        speedup=None if ar is None or pace is None else ar / pace,
     )
 
 
