@@ -24,7 +24,7 @@ $(TARGET)/origin.json: .venv/.installed
 	@touch $@
 
 check: lint ## Lint and fast tests: before every commit
-	$(BIN)/pytest -n auto --dist loadfile -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m "not slow and not gpu"
 
 lint: .venv/.installed ## Lint, format check, types, layer contract
 	$(BIN)/ruff check .
@@ -33,7 +33,7 @@ lint: .venv/.installed ## Lint, format check, types, layer contract
 	$(BIN)/lint-imports
 
 test: setup ## All tests (sets up first)
-	$(BIN)/pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
 
 bench: setup ## Measure tree building, decoding and memory on this machine
 	$(BIN)/python scripts/bench.py

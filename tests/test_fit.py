@@ -306,7 +306,7 @@ def test_rounds_whose_budgets_followed_the_state_are_no_sample(fitted, go):
     assert go(collect, *ratio, *asked)[0] == 0
     code, _, err = fitted("use=rounds", "collected={folder}/ratio")
     assert code == 2
-    assert "which follow the round" in err
+    assert "budgets of Ratio, which follow the round" in err
     assert err.count("\n") == 1
 
 
