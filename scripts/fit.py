@@ -123,7 +123,7 @@ def check(cfg: DictConfig) -> None:
         raise InputError(f"use must be anchors or rounds, not {cfg.use}")
     if not isinstance(cfg.held_out, float) or not 0 < cfg.held_out < 1:
         raise InputError(f"held_out must lie in 0..1, not {cfg.held_out}")
-    for key, least in (("repeats", 3), ("hist_window", 1)):
+    for key, least in (("repeats", 3), ("hist_window", 1), ("seed", 0)):
         if not isinstance(cfg[key], int) or cfg[key] < least:
             raise InputError(f"{key} must be a number from {least} on, not {cfg[key]}")
     for key in ("contexts", "sizes"):

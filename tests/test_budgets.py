@@ -978,6 +978,7 @@ def test_what_is_no_constants_is_said_in_one_line(tmp_path):
         {"reach": {"up": 1}},
         {"reach": None},
         {"cost": {"nodes": [1]}},
+        *({"mean": []}, {"mean": "many"}, {"mean": [1.0] * 99}, {"window": "x"}, {"gains": {}}),
     ):
         file.write_text(json.dumps(whole | change))
         with pytest.raises(InputError, match=r"does not hold constants \(.*fit\.py makes it$"):

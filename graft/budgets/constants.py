@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from graft.budgets.cost import CostTable
-from graft.budgets.gain import GAINS, Gain
+from graft.budgets.gain import GAINS, STATEFUL, Gain
 from graft.budgets.reach import Reach
 from graft.core.errors import InputError
 from graft.core.runlog import write_atomically
@@ -73,6 +73,10 @@ class Constants:
             }
             found["reach"] = Reach(**found["reach"])
             found["cost"] = CostTable.from_json(found["cost"])
+            if found["mean"].ndim != 1 or not 0 < len(found["mean"]) <= len(found["cost"].nodes):
+                raise ValueError("mean is not one number a size")
+            if not isinstance(found["window"], int) or not set(STATEFUL) <= set(found["gains"]):
+                raise ValueError("a window and all gains are needed")
             return cls(**found)
         except InputError:
             raise
