@@ -24,7 +24,6 @@ from scipy.optimize import isotonic_regression
 from graft.core.errors import InputError
 from graft.core.runlog import write_atomically
 
-MADE_BY = "made_by"
 FAR = 2**31  # a context length beyond all
 MACHINE = ("target", "drafter", "builder", "dtype", "device", "threads")  # what costs depend on
 AGAIN = "python scripts/fit.py measures it"
@@ -181,9 +180,9 @@ class CostTable:
         """Of `to_json`. Raises InputError, or KeyError and TypeError for something else."""
         kinds = {"contexts": np.int64, "nodes": np.int64}
         arrays = {
-            k: np.array(v, kinds.get(k, np.float64)) for k, v in found.items() if k != MADE_BY
+            k: np.array(v, kinds.get(k, np.float64)) for k, v in found.items() if k != "made_by"
         }
-        return cls(**arrays, made_by=found[MADE_BY])
+        return cls(**arrays, made_by=found["made_by"])
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""

@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 import random
 
-from graft.budgets.fixed import ANY, MAX_NODES
+from graft.budgets.fixed import MAX_NODES
 from graft.core.errors import InputError
+from graft.core.interfaces import ANY_CONTEXT
 from graft.core.types import DraftTree, RoundState
 
 
 class Explore:
     """`nodes` drafted nodes; in a `share` of the rounds more, up to `largest`."""
 
-    max_context = ANY
+    max_context = ANY_CONTEXT
 
     def __init__(self, nodes: int, *, share: float, largest: int, seed: int = 0) -> None:
         if not 0 <= share <= 1:

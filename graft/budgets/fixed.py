@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from graft.core.errors import InputError
+from graft.core.interfaces import ANY_CONTEXT
 from graft.core.types import DraftTree, RoundState
 
-ANY = 2**62  # contexts of a policy that asks for no costs
 MAX_NODES = 4096  # the ancestor mask takes nodes^2 bytes, the logits nodes * V numbers
 
 
 class Fixed:
     """Always `nodes` drafted nodes, root excluded."""
 
-    max_context = ANY
+    max_context = ANY_CONTEXT
 
     def __init__(self, nodes: int) -> None:
         if not 1 <= nodes <= MAX_NODES:

@@ -20,8 +20,8 @@ import numpy as np
 
 from graft.budgets.constants import Constants
 from graft.budgets.cost import CostTable
-from graft.budgets.fixed import ANY
 from graft.core.errors import InputError
+from graft.core.interfaces import ANY_CONTEXT
 from graft.core.types import DraftTree, RoundState
 
 READINGS = ("whole", "draft", "per_node")
@@ -46,10 +46,10 @@ def costs(table: CostTable, reading: str, context: float) -> tuple[float, float]
 class Paper:
     """One of the three readings at one context length, in the paper's range of 32..512 nodes.
 
-    The range ends with the cost table, so that rounds can be priced.
+    The range ends with the cost table, so that rounds can be priced; so does the context.
     """
 
-    max_context = ANY  # it is the same at all of them
+    max_context = ANY_CONTEXT  # it is the same at all of them
 
     def __init__(
         self,

@@ -107,6 +107,9 @@ class TreeBuilder(Protocol):
     def build(self, draft: Draft, budget: int) -> DraftTree: ...
 
 
+ANY_CONTEXT = 2**62  # of a policy that asks for no costs
+
+
 class BudgetPolicy(Protocol):
     """Decides how many nodes a round is worth: before building, after it, or both."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from graft.core.errors import InputError
-from graft.core.interfaces import Drafter, Target, TreeBuilder
+from graft.core.interfaces import ANY_CONTEXT, Drafter, Target, TreeBuilder
 from graft.core.types import DraftTree, Request, Round, RoundState
 from graft.decode import autoregressive, loop
 
@@ -72,7 +72,7 @@ def profile(
 class _Dealer:
     """Deals the budgets of a deck, then ends the response."""
 
-    max_context = 2**62
+    max_context = ANY_CONTEXT
 
     def __init__(self, deck: Sequence[int]) -> None:
         self._deck = list(deck)

@@ -37,10 +37,14 @@ def measure(request: Request, decode: Callable[[Request], Generation]) -> dict[s
     }
 
 
+def decode_seconds(row: Row) -> float:
+    """In the verbs, as `Generation.decode_seconds`."""
+    return sum(row["seconds"].values()) - row["seconds"]["prefill"]
+
+
 def seconds_a_token(row: Row) -> float:
     """Decoding time by output token; the first comes from the prefill, on neither side."""
-    decoding = sum(row["seconds"].values()) - row["seconds"]["prefill"]
-    return decoding / max(len(row["response"]) - 1, 1)
+    return decode_seconds(row) / max(len(row["response"]) - 1, 1)
 
 
 def predicted_seconds_a_token(row: Row, cost: CostTable) -> float:
@@ -87,7 +91,7 @@ def summarise(
     base, sources = list(table).index(baseline), np.array([r["source"] for r in table[baseline]])
     found = []
     for i, (name, mine) in enumerate(table.items()):
-        whole = sum(sum(row["seconds"].values()) - row["seconds"]["prefill"] for row in mine)
+        whole = sum(map(decode_seconds, mine))
         passes = sum(row["seconds"].get(verb, 0.0) for row in mine for verb in PASSES)
         predicted = None
         if cost is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numba
 import numpy as np
@@ -24,6 +25,8 @@ from graft.budgets.reach import Reach
 from graft.core.interfaces import BudgetPolicy, TreeBuilder
 from graft.data.anchors import AnchoredResponse
 from graft.decode.replay import Replay, Trees, Walk, arrivals
+
+Name = TypeVar("Name", str, int)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +68,8 @@ def _laid(one: AnchoredResponse, builder: TreeBuilder, reach: Reach, nodes: np.n
 
 
 def walks(
-    laid: Sequence[Laid], builder: TreeBuilder, policies: Mapping[str, BudgetPolicy]
-) -> dict[str, list[Walk]]:
+    laid: Sequence[Laid], builder: TreeBuilder, policies: Mapping[Name, BudgetPolicy]
+) -> dict[Name, list[Walk]]:
     """Every policy through every response."""
     return {
         name: [
@@ -212,5 +215,4 @@ def regret(
 
 def swept(laid: Sequence[Laid], builder: TreeBuilder, nodes: np.ndarray) -> dict[int, list[Walk]]:
     """The walks of every fixed size."""
-    found = walks(laid, builder, {str(n): Fixed(int(n)) for n in nodes})
-    return {int(n): found[str(n)] for n in nodes}
+    return walks(laid, builder, {n: Fixed(n) for n in nodes.tolist()})
