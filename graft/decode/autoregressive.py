@@ -15,7 +15,7 @@ from graft.core.clock import Clock
 from graft.core.interfaces import Target
 from graft.core.tree import chain_tree
 from graft.core.types import Generation, Request
-from graft.decode.response import Response, check_fits
+from graft.decode.response import Response, Rounds, check_fits, drain
 from graft.decode.sampling import Sampler
 
 
@@ -23,21 +23,26 @@ def generate(
     request: Request, *, target: Target, on_tokens: Callable[[list[int]], None] | None = None
 ) -> Generation:
     """Decode one response token by token. Every pass is a round that commits one token: MAT = 1."""
+    return drain(stream(request, target=target), on_tokens)
+
+
+def stream(request: Request, *, target: Target) -> Rounds:
+    """The same, one token at a time. Raises InputError at the first."""
     check_fits(request, target)
     clock = Clock(target.device)
     sampler = Sampler(request, target.device)
-    response = Response(request, on_tokens)
+    response = Response(request)
     nothing = np.empty(0, np.int64), np.empty(0, np.float32)
     with clock("prefill"):
         token = sampler.draws(target.prefill(request.prompt).logits)(0)
-    response.extend([token])
+    yield response.extend([token])
     while not response.finished:
         with clock("verify"):
             step = target.verify(chain_tree(token, *nothing))
             target.commit([0])
         with clock("accept"):
             token = sampler.draws(step.logits)(0)
-        response.extend([token])
+        yield response.extend([token])
     passes = len(response.tokens) - 1
     return Generation(
         tokens=response.tokens,

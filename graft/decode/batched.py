@@ -53,7 +53,7 @@ def respond(
         while target.occupied < target.size and (job := next(waiting, None)) is not None:
             key, request = job
             check_fits(request, target, beyond=beyond)
-            sampler, response = Sampler(request, target.device), Response(request, None)
+            sampler, response = Sampler(request, target.device), Response(request)
             response.extend([sampler.draws(target.admit(request.prompt)[None])(0)])
             running.append(_Running(key, request, sampler, response, []))
         if not running:

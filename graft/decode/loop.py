@@ -14,11 +14,11 @@ from graft.core.clock import Clock
 from graft.core.interfaces import BudgetPolicy, Drafter, Target, TreeBuilder
 from graft.core.tree import accept
 from graft.core.types import Generation, Request, Round, RoundState
-from graft.decode.response import Response, check_fits
+from graft.decode.response import Response, Rounds, check_fits, drain
 from graft.decode.sampling import Sampler
 
 
-def generate(
+def stream(
     request: Request,
     *,
     target: Target,
@@ -26,17 +26,18 @@ def generate(
     builder: TreeBuilder,
     budget: BudgetPolicy,
     on_round: Callable[[Round], None] | None = None,
-    on_tokens: Callable[[list[int]], None] | None = None,
-) -> Generation:
-    """Decode one response. The tokens are those of `autoregressive.generate` for the same request.
+) -> Rounds:
+    """Decode one response, round by round: yields new tokens, the prefill's one first.
 
-    `on_round` sees every round with its draft, tree and logits; `on_tokens` gets new tokens as they
-    are committed.
+    Returns the `Generation`, whose tokens are those of `autoregressive.generate` for the same
+    request. Time between rounds is the caller's and counts nowhere, but target and drafter must be
+    left alone in it. `on_round` sees every round with its draft, tree and logits. Raises InputError
+    at the first token.
     """
     check_fits(request, target, budget)
     clock = Clock(target.device)
     sampler = Sampler(request, target.device)
-    response = Response(request, on_tokens)
+    response = Response(request)
     drafter.reset()
     with clock("prefill"):
         step = target.prefill(request.prompt)
@@ -45,7 +46,7 @@ def generate(
     accepted: list[int] = []
     nodes: list[int] = []
     clock.lap()  # the prefill belongs to no round
-    response.extend([root])
+    yield response.extend([root])
     while not response.finished:
         with clock("propose"):
             draft = drafter.propose(root, taps)
@@ -79,7 +80,7 @@ def generate(
         root, context_length = bonus, context_length + len(path)
         accepted.append(len(path) - 1)
         nodes.append(len(tree) - 1)
-        response.extend([*tree.tokens[path[1:]].tolist(), bonus])
+        yield response.extend([*tree.tokens[path[1:]].tolist(), bonus])
     return Generation(
         tokens=response.tokens,
         stopped=response.stopped,
@@ -87,3 +88,20 @@ def generate(
         nodes=nodes,
         seconds=dict(clock.totals),
     )
+
+
+def generate(
+    request: Request,
+    *,
+    target: Target,
+    drafter: Drafter,
+    builder: TreeBuilder,
+    budget: BudgetPolicy,
+    on_round: Callable[[Round], None] | None = None,
+    on_tokens: Callable[[list[int]], None] | None = None,
+) -> Generation:
+    """Decode one response to its end; `on_tokens` gets new tokens as they are committed."""
+    rounds = stream(
+        request, target=target, drafter=drafter, builder=builder, budget=budget, on_round=on_round
+    )
+    return drain(rounds, on_tokens)

@@ -1,36 +1,51 @@
-"""When a response ends, and which requests are refused before they start. Shared by all loops."""
+"""When a response ends, who hears of its tokens, and which requests are refused before they start.
+Shared by all loops.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from graft.core.errors import InputError
 from graft.core.interfaces import BatchTarget, BudgetPolicy, Target
-from graft.core.types import Request
+from graft.core.types import Generation, Request
+
+# New tokens as they are committed; at the end the whole response and what it took.
+Rounds = Generator[list[int], None, Generation]
 
 
 class Response:
     """The tokens so far; ends at the first stop token, which is kept, or at `max_new_tokens`."""
 
-    def __init__(self, request: Request, on_tokens: Callable[[list[int]], None] | None) -> None:
+    def __init__(self, request: Request) -> None:
         self.tokens: list[int] = []
         self.stopped = False
-        self._request, self._on_tokens = request, on_tokens
+        self._request = request
 
     @property
     def finished(self) -> bool:
         return self.stopped or len(self.tokens) >= self._request.max_new_tokens
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append a round's tokens, dropping what lies past the end."""
+    def extend(self, tokens: Sequence[int]) -> list[int]:
+        """Append a round's tokens, dropping what lies past the end; gives those that were kept."""
         before = len(self.tokens)
         for token in tokens:
             if self.finished:
                 break
             self.tokens.append(token)
             self.stopped = token in self._request.stop_tokens
-        if self._on_tokens is not None:
-            self._on_tokens(self.tokens[before:])
+        return self.tokens[before:]
+
+
+def drain(rounds: Rounds, on_tokens: Callable[[list[int]], None] | None) -> Generation:
+    """Run a response to its end; `on_tokens` gets new tokens as they are committed."""
+    while True:
+        try:
+            tokens = next(rounds)
+        except StopIteration as end:
+            return end.value
+        if on_tokens is not None:
+            on_tokens(tokens)
 
 
 def check_fits(
