@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import datasets
 import launch
@@ -11,10 +12,17 @@ import lossless
 import pytest
 import respond
 from conftest import composed, group
+from huggingface_hub.errors import HTTPError
 from omegaconf import OmegaConf
 
 from graft.core.errors import InputError
-from graft.data.prompts import apply_templates, check_keys, read_dataset, read_prompts
+from graft.data.prompts import (
+    apply_templates,
+    check_keys,
+    read_dataset,
+    read_datasets,
+    read_prompts,
+)
 from graft.data.shards import read_shard, shard_files
 from graft.targets import tiny
 
@@ -136,9 +144,56 @@ def test_columns_are_joined_and_templates_filled(saved):
     assert both[0].turns == ("Say first 0", "second 0")
 
 
-def test_a_seed_takes_the_subset_that_the_library_would(saved):
-    theirs = datasets.load_from_disk(saved).shuffle(seed=42).select(range(5))
-    ours = read(saved, seed=42, limit=5)
+def test_a_row_with_only_its_first_column_may_have_its_own_template(saved):
+    settings = {"turns": ["question", "input"], "join": " with ", "alone": "Just {turn}"}
+    prompts = read(saved, limit=2, template="{turn}.", **settings)
+    assert [p.turns[0] for p in prompts] == ["what is 0? with input 0.", "Just what is 1?"]
+    assert read(saved, limit=1, alone="Just {turn}")[0].turns == ("what is 0?",)
+
+
+def test_a_pattern_reads_its_files_in_order(tmp_path):
+    for file in range(7, 0, -1):
+        rows = [{"question": f"file {file}, row {row}"} for row in range(2)]
+        jsonl(tmp_path / f"test{file if file > 1 else ''}.jsonl", rows)
+    jsonl(tmp_path / "other.jsonl", [{"question": "no"}])
+    prompts = read(tmp_path / "test*.jsonl")
+    assert [p.turns[0] for p in prompts] == [
+        f"file {f}, row {r}" for f in range(1, 8) for r in (0, 1)
+    ]
+    with pytest.raises(InputError, match=r"none\*\.jsonl matches no file"):
+        read(tmp_path / "none*.jsonl")
+    with pytest.raises(InputError, match=r"must end in one of \.csv"):
+        read(tmp_path / "test*")
+
+
+def test_files_on_the_hub_are_asked_of_their_format(monkeypatch):
+    asked = []
+
+    def load(*given, **named):
+        asked.append((given, named))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert len(read("hf://datasets/owner/name/test*.jsonl", split="test", limit=2)) == 2
+    files = "hf://datasets/owner/name/test*.jsonl"
+    assert asked == [(("json",), {"data_files": files, "split": "train"})]
+    with pytest.raises(InputError, match="must end in one of"):
+        read("hf://datasets/owner/name")
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
+    def load(*given, **named):
+        raise HTTPError("no\nnetwork")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(InputError, match="no network; prompts= takes a JSONL file instead"):
+        read("hf://datasets/owner/name/test*.jsonl")
+
+
+@pytest.mark.parametrize("seed", [0, 42])
+def test_a_seed_takes_the_subset_that_the_library_would(saved, seed):
+    theirs = datasets.load_from_disk(saved).shuffle(seed=seed).select(range(5))
+    ours = read(saved, seed=seed, limit=5)
     assert [p.turns[0] for p in ours] == list(theirs["question"])
     assert [p.id for p in ours] == [f"mine-{number + 1:05d}" for number in theirs["number"]]
 
@@ -166,6 +221,8 @@ def test_a_seed_takes_the_subset_that_the_library_would(saved):
         ("{tmp}/empty", {}, "holds no prompts"),
         ("{tmp}/empty.csv", {}, "corresponds to no data"),
         ("{saved}", {"limit": 0}, "holds no prompts"),
+        ("{saved}", {"alone": "no place"}, "dataset.alone must contain {turn}"),
+        ("hf://datasets/a/b/c.jsonl", {}, "prompts= takes a JSONL file instead"),
         ("openai/gsm8k", {"name": "main"}, "prompts= takes a JSONL file instead"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -187,15 +244,83 @@ def test_mistakes_are_named_in_one_line(tmp_path, path, changed, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", group("dataset"))
+@pytest.mark.parametrize("name", [name for name in group("dataset") if name != "paper"])
 def test_every_set_says_all_that_can_be_said(name):
     cfg = composed("lossless", f"dataset={name}").dataset
     keys = {"path", "name", "split", "turns", "id", "template", "source", "seed"}
-    assert set(cfg) - {"_target_", "join"} == keys
+    assert set(cfg) - {"_target_", "join", "alone"} == keys
     assert "{turn}" in cfg.template
     assert cfg.source == name
     missing = {key for key in keys if OmegaConf.is_missing(cfg, key)}
     assert missing == ({"path", "turns"} if name == "custom" else set())
+
+
+def test_livecodebench_asks_as_published(tmp_path):
+    """The texts of the DFlash harness, starter code or none."""
+    rows = [{"question_content": "Add.", "starter_code": code} for code in ("def add(a, b):", "")]
+    cfg = composed("respond", "dataset=livecodebench", "per_set=2")
+    cfg.dataset.path = jsonl(tmp_path / "test.jsonl", rows)
+    coded, bare = (prompt.turns[0] for prompt in launch.prompts_of(cfg))
+    head, question = coded.split("\n\n### Question:\n")
+    assert head.startswith("You are an expert Python programmer. You will be given a question ")
+    assert head.endswith("You will NOT return anything except for the program")
+    end = "\n```\n\n### Answer: (use the provided format with backticks)"
+    code = "Use the following code structure:\n```python\ndef add(a, b):"
+    assert question == f"Add.\n\n### Format: {code}{end}"
+    none = "Write your code in the following format:\n```python\n# YOUR CODE HERE"
+    assert bare == f"{head}\n\n### Question:\nAdd.\n\n### Format: {none}{end}"
+
+
+PAPER = {  # of each set, how many the published tables are about
+    **dict.fromkeys(("gsm8k", "math500", "mbpp", "livecodebench", "swe_bench", "alpaca"), 128),
+    **{"aime24": 30, "aime25": 30, "humaneval": 164, "mt_bench": 80},
+}
+
+
+@pytest.fixture
+def hub(monkeypatch) -> datasets.Dataset:
+    """A hub on which every set has the same 200 rows."""
+    columns = ("question", "problem", "prompt", "question_content", "problem_statement")
+    columns += ("instruction", "prompt_id", "instance_id")
+    rows = [{name: f"{name} {i}" for name in columns} for i in range(200)]
+    made = datasets.Dataset.from_list([r | {"input": "", "starter_code": ""} for r in rows])
+    everything = datasets.DatasetDict({"train": made, "test": made})
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *given, split=None, **rest: made if split else everything
+    )
+    return made
+
+
+def test_the_paper_sets_are_the_published_subsets(hub):
+    prompts = launch.prompts_of(composed("respond", "dataset=paper"))
+    found = {name: [p for p in prompts if p.source == name] for name in PAPER}
+    assert {name: len(mine) for name, mine in found.items()} == PAPER
+    assert sum(PAPER.values()) == len(prompts)
+    for name, column in (("gsm8k", "question"), ("aime24", "problem"), ("livecodebench", None)):
+        theirs = hub.shuffle(seed=0).select(range(PAPER[name]))[column or "question_content"]
+        for prompt, text in zip(found[name], theirs, strict=True):
+            assert f"{text}\n" in prompt.turns[0]
+
+
+def test_the_paper_sets_can_be_fewer_and_shorter(hub):
+    fewer = composed("lossless", "dataset=paper", "~dataset.sets.swe_bench", "per_set=40")
+    prompts = launch.prompts_of(fewer)
+    sizes = {name: min(40, size) for name, size in PAPER.items() if name != "swe_bench"}
+    assert {name: sum(p.source == name for p in prompts) for name in sizes} == sizes
+    assert len(prompts) == sum(sizes.values())
+
+
+def test_of_two_limits_the_smaller_counts(saved):
+    settings = {"split": "train", "turns": "question"}
+    sets = {
+        "few": partial(read_dataset, saved, source="few", limit=2, **settings),
+        "all": partial(read_dataset, saved, source="all", **settings),
+    }
+    for limit, sizes in ((None, (2, 20)), (1, (1, 1)), (5, (2, 5))):
+        prompts = read_datasets(sets, limit)
+        assert tuple(sum(p.source == name for p in prompts) for name in sets) == sizes
+    with pytest.raises(InputError, match=r"dataset\.sets is empty"):
+        read_datasets({})
 
 
 def test_a_stage_reads_jsonl_unless_told_otherwise():

@@ -5,10 +5,11 @@ JSONL is one object a line: {"id": "gsm8k-00002", "turns": ["first user turn", .
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,16 +86,22 @@ def read_dataset(
     id: str | None = None,
     join: str = "\n",
     template: str = "{turn}",
+    alone: str | None = None,
     seed: int | None = None,
     limit: int | None = None,
 ) -> list[Prompt]:
-    """The first `limit` rows of a hub id, a local folder or a file, as prompts of set `source`.
+    """The first `limit` rows of a hub id, a local folder or data files, as prompts of set `source`.
 
+    Data files are a path or a pattern, on this disk or `hf://datasets/owner/name/test*.jsonl`.
     `turns` is a column of strings, of lists of strings or of lists of messages (the user's are the
-    turns), or several columns, those with text joined by `join`. `seed` shuffles first, as
-    published subsets do. Without an `id` column a prompt is named by its row in the unshuffled set.
+    turns), or several columns, those with text joined by `join`; `alone` is the template where only
+    the first of them has text. `seed` shuffles first, as published subsets do. Without an `id`
+    column a prompt is named by its row in the unshuffled set.
     """
     check_template("dataset.template", template)
+    if alone is None:
+        alone = template
+    check_template("dataset.alone", alone)
     dataset = _load(path, name, split)
     columns = [*([turns] if isinstance(turns, str) else turns), *([id] if id else [])]
     for column in columns:
@@ -108,9 +115,27 @@ def read_dataset(
         if not found or not all(isinstance(turn, str) and turn.strip() for turn in found):
             raise InputError(f"{path}, row {place + 1}: {turns} must hold text, and not be empty")
         name_of_row = str(row[id]) if id else f"{source}-{place + 1:05d}"
-        prompts.append(_fill(template, Prompt(name_of_row, source, found)))
+        joined = isinstance(turns, str) or any(row[column] for column in turns[1:])
+        prompts.append(_fill(template if joined else alone, Prompt(name_of_row, source, found)))
     if not prompts:
         raise InputError(f"{path} holds no prompts")
+    return prompts
+
+
+def read_datasets(
+    sets: Mapping[str, Callable[..., list[Prompt]]], limit: int | None = None
+) -> list[Prompt]:
+    """The prompts of several sets, each a `partial` of `read_dataset`.
+
+    Of its own `limit` and this one the smaller counts.
+    """
+    if not sets:
+        raise InputError("dataset.sets is empty: no prompts")
+    prompts: list[Prompt] = []
+    for read in sets.values():
+        own = getattr(read, "keywords", {}).get("limit")
+        limits = [each for each in (own, limit) if each is not None]
+        prompts += read(limit=min(limits, default=None))
     return prompts
 
 
@@ -135,30 +160,42 @@ def check_keys(prompts: Sequence[Prompt]) -> None:
             raise InputError(f"{count} prompts are called {key}; ids must be unique within a set")
 
 
+def _data_files(path: str) -> str | None:
+    """The data file, or pattern of some, that `path` is; None for a folder or a hub id."""
+    local, remote = Path(path).expanduser(), path.startswith("hf://")
+    pattern = not remote and not local.exists() and glob.has_magic(path)
+    if not (remote or pattern or local.is_file()):
+        ours = local.is_absolute() or path.startswith(".") or local.suffix in BUILDERS
+        if ours and not local.exists():
+            raise InputError(f"dataset.path {path} does not exist")
+        return None
+    if local.suffix not in BUILDERS:
+        raise InputError(f"dataset.path {path} must end in one of {', '.join(BUILDERS)}")
+    if pattern and not glob.glob(str(local), recursive=True):
+        raise InputError(f"dataset.path {path} matches no file")
+    return path if remote else str(local)
+
+
 def _load(path: str, name: str | None, split: str) -> Any:
-    """The split as a `datasets.Dataset`; a file or a single saved Dataset is the split itself."""
+    """The split as a `datasets.Dataset`; files or a single saved Dataset are the split itself."""
     import datasets  # here: it takes a second
+    from huggingface_hub.errors import HTTPError  # what `hf://` raises where there is no network
 
     datasets.disable_progress_bars()
-    local = Path(path).expanduser()
-    if not local.exists() and (
-        local.is_absolute() or path.startswith(".") or local.suffix in BUILDERS
-    ):
-        raise InputError(f"dataset.path {path} does not exist")
-    if local.is_file() and local.suffix not in BUILDERS:
-        raise InputError(f"dataset.path {path} must end in one of {', '.join(BUILDERS)}")
+    local, files = Path(path).expanduser(), _data_files(path)
     saved = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
     try:
         if any((local / file).exists() for file in saved):
             loaded = datasets.load_from_disk(str(local))
-        elif local.is_file():
+        elif files:
             builder = BUILDERS[local.suffix]
-            loaded = datasets.load_dataset(builder, data_files=str(local), split="train")
+            loaded = datasets.load_dataset(builder, data_files=files, split="train")
         else:
             loaded = datasets.load_dataset(str(local) if local.is_dir() else path, name)
-    except ConnectionError as error:
+    except (ConnectionError, HTTPError) as error:
+        reason = " ".join(str(error).split())
         raise InputError(
-            f"cannot reach dataset {path}: {error}; prompts= takes a JSONL file instead"
+            f"cannot reach dataset {path}: {reason}; prompts= takes a JSONL file instead"
         ) from error
     except IndexError as error:  # of `load_from_disk`, where no rows were saved
         raise InputError(f"{path} holds no prompts") from error
