@@ -111,7 +111,8 @@ class CostTable:
         below = max(above - 1, 0)
         gap = self._lengths[above] - self._lengths[below]
         share = (context - self._lengths[below]) / gap if gap else 0.0
-        return values[below] + share * (values[above] - values[below])
+        # In this form rounding keeps the order of nodes: a + share (b - a) does not.
+        return (1 - share) * values[below] + share * values[above]
 
     @cached_property
     def _lengths(self) -> list[int]:
