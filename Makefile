@@ -5,7 +5,7 @@ BIN := .venv/bin
 TARGET := data/targets/smollm2-135m-instruct
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint test bench format clean
+.PHONY: help setup demo paper check lint test bench format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -34,6 +34,31 @@ lint: .venv/.installed ## Lint, format check, types, layer contract
 
 test: setup ## All tests (sets up first)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
+
+# Every stage once, small: new prompts of our own, a scorer trained on the target's answers to them, constants fitted on
+# those that it did not learn from, a race on other prompts, and the report.
+DEMO := name=demo paths.scorer=data/scorers/demo
+demo: setup ## Collect, train, fit, race and report on the default target, in minutes
+	$(BIN)/python scripts/write_prompts.py out=data/prompts/demo seed=7 per_template=2 \
+	  counts='{code_stub:28,code_ask:24,math_tex:28,math_word:24,instruct:28,chat_long:20}'
+	$(BIN)/python scripts/collect.py $(DEMO) what=[anchors] prompts=data/prompts/demo max_new_tokens=128
+	$(BIN)/python train.py $(DEMO) data.held_out=40 trainer.max_steps=600 trainer.val_check_interval=100
+	$(BIN)/python scripts/fit.py $(DEMO) contexts=[1,512] sizes=[1,3,5,7,9,11,13,15,19,23,31,47,63] repeats=10
+	$(BIN)/python scripts/eval.py $(DEMO) methods=demo prompts=data/prompts/own.jsonl per_set=null max_new_tokens=96
+	$(BIN)/python scripts/report.py $(DEMO)
+
+# The same at full size. The published benchmark sets come from the hub; LENGTH is the papers'.
+EXP ?= qwen3_8b
+LENGTH ?= 2048
+paper: setup ## make paper EXP=qwen3_8b: the same at full size, on the published sets, greedy and at T = 1
+	test -d data/prompts/train || $(BIN)/python scripts/write_prompts.py
+	$(BIN)/python scripts/collect.py +experiment=$(EXP) what=[anchors] prompts=data/prompts/train per_set=100
+	$(BIN)/python train.py +experiment=$(EXP)
+	$(BIN)/python train.py +experiment=$(EXP) scorer=r3 out=data/scorers/$(EXP)_paper run_folder=outputs/train/$(EXP)_paper
+	$(BIN)/python scripts/fit.py +experiment=$(EXP) contexts=[1,256,1024,4096]
+	for t in 0 1; do $(BIN)/python scripts/eval.py +experiment=$(EXP) dataset=paper methods=paper per_set=null \
+	  max_new_tokens=$(LENGTH) temperature=$$t out=data/results/$(EXP)-t$$t || exit; done
+	$(BIN)/python scripts/report.py +experiment=$(EXP) results=[data/results/$(EXP)-t0,data/results/$(EXP)-t1] compare=paper
 
 bench: setup ## Measure tree building, decoding and memory on this machine
 	$(BIN)/python scripts/bench.py

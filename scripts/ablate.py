@@ -17,14 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from launch import ROOT, progress_bar, stage, table
-from omegaconf import DictConfig, OmegaConf
+from launch import ROOT, open_log, progress_bar, stage, table
+from omegaconf import DictConfig
 from rich.console import Console
 
 from graft.budgets.fixed import Fixed
 from graft.core.errors import InputError
-from graft.core.runlog import RunLog
 from graft.data.anchors import Anchors
 from graft.decode.replay import Replay
 from graft.eval.replay import Summary, replay_all, summarise
@@ -40,10 +38,7 @@ def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
     anchors = Anchors([Path(cfg.evaluate)])
     check_apart(anchors, cfg.data.collected)
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
-    log = RunLog(
-        Path(HydraConfig.get().runtime.output_dir), config, stage=cfg.stage, wandb=cfg.logger.wandb
-    )
+    log = open_log(cfg)
     out = Path(cfg.out)
     for rung in cfg.rungs:  # one that is finished ends at once
         train(rung, out / rung, cfg, console)

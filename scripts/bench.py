@@ -13,21 +13,19 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from launch import bind, drafts, method_of, stage
-from omegaconf import DictConfig, OmegaConf
+from launch import open_log, stage
+from methods import bind, drafts, method_of
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from graft.core.clock import Clock
 from graft.core.errors import InputError
-from graft.core.runlog import RunLog
 from graft.core.types import Draft, Request, Round
 from graft.decode import autoregressive
 from graft.scorer.checkpoint import EdgeScorer
@@ -42,12 +40,10 @@ ROWS = (1, 4, 8, 16, 32, 64, 128)  # of a verify pass, root included
 @stage("bench")
 def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
     if not drafts(cfg.method):
         raise InputError("bench measures a round of a method that drafts; choose another method")
     decode = method_of(cfg.method)
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb)
+    log = open_log(cfg)
     target = instantiate(cfg.target)
     drafter = instantiate(cfg.drafter, target=target)
     method = bind(decode, target=target, drafter=drafter)

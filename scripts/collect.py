@@ -17,8 +17,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
 import time
 import zlib
 from functools import partial
@@ -27,9 +25,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from launch import bind, builder_of, method_of, progress_bar, prompts_of, stage
+from launch import keep_tokenizer, open_log, part_of, progress_bar, prompts_of, stage
+from methods import bind, builder_of, method_of
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import Progress
@@ -38,7 +36,7 @@ from graft.collect.anchors import collect_anchors
 from graft.collect.asking import Asker, Collected, Skipped
 from graft.collect.rounds import collect_rounds
 from graft.core.errors import InputError
-from graft.core.runlog import RunLog, provenance
+from graft.core.runlog import provenance
 from graft.data import anchors, rounds
 from graft.data.collected import done, shard_of
 from graft.data.shards import write_shard
@@ -73,7 +71,7 @@ def main(cfg: DictConfig) -> None:
     made_by = {what: describe(what, config, target, drafter) | built for what in SCHEMAS}
     before = {what: done(out / what, made_by[what], strict=what in products) for what in SCHEMAS}
     missing = {what: before[what].missing(prompts[part::parts]) for what in products}
-    keep_tokenizer(target.tokenizer, out / "tokenizer")
+    keep_tokenizer(target.tokenizer, out)
     header = f"{target.name}, {target.dtype}; {drafter.name}; into {out}"
     console.print(header.replace("torch.", ""), style="dim", soft_wrap=True)
 
@@ -95,9 +93,7 @@ def main(cfg: DictConfig) -> None:
             hidden=cfg.hidden,
         ),
     }
-    log = RunLog(
-        Path(HydraConfig.get().runtime.output_dir), config, stage=cfg.stage, wandb=cfg.logger.wandb
-    )
+    log = open_log(cfg)
     for what in products:
         size, mine = cfg.shard_size[what], missing[what]
         tally = Tally(what, drafter.depth, sum(len(prompt.turns) for prompt in mine))
@@ -135,10 +131,7 @@ def check(cfg: DictConfig) -> tuple[list[str], int, int]:
             raise InputError(f"{key} must be a number, at least 1, not {number}")
     if not isinstance(cfg.max_prompt_tokens, int | None):
         raise InputError(f"max_prompt_tokens must be a number or null, not {cfg.max_prompt_tokens}")
-    part, _, parts = str(cfg.shard).partition("/")
-    if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
-        raise InputError(f"shard must be i/n with 0 <= i < n (0/8 is the first of 8): {cfg.shard}")
-    return products, int(part), int(parts)
+    return products, *part_of(cfg)
 
 
 def describe(what: str, config: dict[str, Any], target: Any, drafter: Any) -> dict[str, Any]:
@@ -155,20 +148,6 @@ def describe(what: str, config: dict[str, Any], target: Any, drafter: Any) -> di
         "config_hash": hashlib.sha256(json.dumps(config).encode()).hexdigest()[:12],
         **provenance(config),
     }
-
-
-def keep_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Beside the shards, so that they can be read as text without the target."""
-    if folder.exists():
-        return
-    partial_folder = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    tokenizer.save_pretrained(partial_folder)
-    try:
-        partial_folder.rename(folder)
-    except OSError:
-        shutil.rmtree(partial_folder)
-        if not folder.exists():  # else another process was faster
-            raise
 
 
 class Tally:

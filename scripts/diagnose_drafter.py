@@ -19,15 +19,15 @@ from statistics import mean
 from typing import Any
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from launch import method_of, progress_bar, prompts_of, stage
-from omegaconf import DictConfig, OmegaConf
+from launch import open_log, progress_bar, prompts_of, stage
+from methods import method_of
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
 from graft.core.errors import InputError
-from graft.core.runlog import RunLog, write_atomically
+from graft.core.runlog import write_atomically
 from graft.core.types import Request
 from graft.data.prompts import Prompt
 from graft.decode.batched import respond
@@ -64,10 +64,7 @@ def main(cfg: DictConfig) -> None:
 
     answers = answer(prompts, target, cfg, console)
     rows = replay(answers, drafter, target, replays, console)
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
-    log = RunLog(
-        Path(HydraConfig.get().runtime.output_dir), config, stage=cfg.stage, wandb=cfg.logger.wandb
-    )
+    log = open_log(cfg)
     for row in rows:
         log.log(row)
     table = by_set(rows, list(replays))

@@ -19,19 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from launch import (
-    WIDTH,
-    bind,
-    folders_of,
-    method_of,
-    models_of,
-    progress_bar,
-    setting_of,
-    stage,
-    table,
-)
+from launch import WIDTH, folders_of, open_log, progress_bar, stage, table
+from methods import bind, method_of, models_of, scorer_of, setting_of
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from regret import judge
 from rich.console import Console
@@ -41,7 +31,7 @@ from graft.budgets import paper
 from graft.budgets.constants import Constants
 from graft.budgets.cost import CostTable
 from graft.core.errors import InputError
-from graft.core.runlog import RunLog, provenance
+from graft.core.runlog import provenance
 from graft.data.anchors import Anchors
 from graft.data.rounds import Rounds
 from graft.decode.profile import profile
@@ -74,8 +64,8 @@ def main(cfg: DictConfig) -> None:
     setting = setting_of(decode, target, drafter)
     check_data(data, setting | {"candidates": drafter.candidates}, cfg)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    folder, out = Path(HydraConfig.get().runtime.output_dir), Path(cfg.out)
-    log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb)
+    out = Path(cfg.out)
+    log = open_log(cfg)
     out.mkdir(parents=True, exist_ok=True)
     asked = {
         "contexts": sorted(cfg.contexts),
@@ -83,7 +73,7 @@ def main(cfg: DictConfig) -> None:
     }
     made_by = setting | asked | provenance(config)
 
-    watched = watch(cfg, decode, data, asked["sizes"][-1], console)
+    watched = watch(cfg, decode, unseen(decode, data, console), asked["sizes"][-1], console)
     learn, held_out = split(watched, cfg.held_out, cfg.seed)
     learn.observed.horizon(np.array(asked["sizes"]))  # refuses too few before the long part
     cost = measured(out / "cost.json", setting | asked)
@@ -113,6 +103,8 @@ def main(cfg: DictConfig) -> None:
         log.log({"worth": judged.row()})
     console.print(best_found(constants))
     log.log(dict(constants.found))
+    log.pictures([out / "cost.png", out / "gain.png"])
+    log.artifact("constants", out)
     log.close()
     console.print(f"wrote {out}", style="dim", soft_wrap=True)
 
@@ -188,15 +180,26 @@ def measure(
         )
 
 
-def watch(
-    cfg: DictConfig, decode: Any, data: Anchors | Rounds, largest: int, console: Console
-) -> Watched:
+def unseen(decode: Any, data: Anchors | Rounds, console: Console) -> list[Any]:
+    """What was collected on prompts that the scorer did not learn from, or InputError."""
+    scorer = scorer_of(decode)
+    known = set(scorer.config.get("trained", {}).get("prompts", ())) if scorer else set()
+    kept = [one for one in data if one.prompt_id not in known]
+    if not kept:
+        raise InputError("the scorer learned from every prompt that was collected; collect others")
+    if left := len(data) - len(kept):
+        what = "responses" if isinstance(data, Anchors) else "rounds"
+        console.print(f"left out: {left} {what} that the scorer learned from", style="dim")
+    return kept
+
+
+def watch(cfg: DictConfig, decode: Any, data: list[Any], largest: int, console: Console) -> Watched:
     """The collected rounds, with the largest trees that they have or that can be built."""
     with progress_bar(console, cfg.use) as progress:
-        if isinstance(data, Rounds):
-            return watch_rounds(progress.track(data, total=len(data)))
+        if cfg.use == "rounds":
+            return watch_rounds(progress.track(data))
         return watch_anchors(
-            progress.track(data, total=len(data)),
+            progress.track(data),
             decode.keywords["builder"],
             pace=Replay.of(decode),
             largest=largest,

@@ -16,15 +16,16 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from launch import bind, drafts, method_of, stage
-from omegaconf import DictConfig, OmegaConf
+from launch import open_log, stage
+from methods import bind, drafts, method_of
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
 from graft.core.errors import InputError
-from graft.core.runlog import RunLog
 from graft.core.types import Generation, Request
 from graft.decode import autoregressive
+from graft.decode.text import Detokenizer
 from graft.eval.lossless import first_difference
 
 VERBS = ("propose", "allocate", "build", "trim", "verify", "accept", "commit")
@@ -78,10 +79,7 @@ def main(cfg: DictConfig) -> None:
     if cfg.compare:
         console.print(verdict(results[name], results["ar"]))
 
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
-    log = RunLog(
-        Path(HydraConfig.get().runtime.output_dir), config, stage=cfg.stage, wandb=cfg.logger.wandb
-    )
+    log = open_log(cfg)
     for decoded_by, result in results.items():
         log.log({"method": decoded_by, **summary(result)})
     log.close()
@@ -110,27 +108,21 @@ def read_messages(cfg: DictConfig) -> list[dict[str, str]]:
 
 
 class Printer:
-    """Prints text as tokens arrive, holding back characters whose bytes are not complete yet."""
+    """Prints text as tokens arrive."""
 
     def __init__(self, target: Any, console: Console) -> None:
-        self._target, self._console = target, console
-        self._tokens: list[int] = []
-        self._printed = 0
+        self._text, self._console = Detokenizer(target.decode), console
 
     def __call__(self, tokens: list[int]) -> None:
-        self._tokens += tokens
-        text = self._target.decode(self._tokens)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._print(text)
+        self._print(self._text.add(tokens))
 
     def finish(self) -> None:
         """Print what was held back and end the paragraph."""
-        self._print(self._target.decode(self._tokens) + "\n\n")
+        self._print(self._text.rest() + "\n\n")
 
     def _print(self, text: str) -> None:
-        self._console.out(text[self._printed :], end="", highlight=False)
+        self._console.out(text, end="", highlight=False)
         self._console.file.flush()
-        self._printed = len(text)
 
 
 def summary(result: Generation) -> dict[str, Any]:

@@ -7,13 +7,12 @@ A traceback from a script is a bug of ours; set GRAFT_DEBUG=1 to see one for bad
 from __future__ import annotations
 
 import errno
-import inspect
 import logging
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,10 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # it logs errors before it raises them
 
 import hydra
-import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.progress import (
@@ -46,13 +45,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from transformers import AutoTokenizer
 
-from graft.budgets.cost import CostTable
-from graft.core.errors import InputError
-from graft.core.runlog import cpu_name
-from graft.core.types import Generation
+from graft.core.errors import InputError, is_out_of_memory
+from graft.core.runlog import RunLog
 from graft.data.prompts import Prompt, apply_templates, check_keys, read_prompts
-from graft.scorer.checkpoint import EdgeScorer
 
 logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
 
@@ -129,85 +126,48 @@ def folders_of(value: Any) -> list[Path]:
     return [Path(folder) for folder in ([value] if isinstance(value, str) else value or [])]
 
 
-def method_of(method: DictConfig) -> partial[Generation]:
-    """A method's decode function, before any model is loaded, so that a wrong key costs no time."""
-    decode: partial[Generation] = instantiate(method)
-    try:
-        inspect.signature(decode.func).bind_partial(**decode.keywords)
-    except TypeError as error:
-        raise InputError(f"method: {error}") from error
-    return decode
+def open_log(cfg: DictConfig, folder: Path | None = None, **more: Any) -> RunLog:
+    """The log of this run, in `folder` or in the one that Hydra made for it.
 
-
-def bind(decode: partial[Generation], *, target: Any, drafter: Any | None) -> partial[Generation]:
-    """Give a decode function its models; plain decoding takes no drafter.
-
-    Raises InputError for a tree builder whose scorer was trained for other models, and for a budget
-    policy whose constants were fitted for others, or on another machine.
+    `more` is what a run should be known by beside its config.
     """
-    if (scorer := scorer_of(decode)) is not None and drafter is not None:
-        scorer.check_fits(target.fingerprint, drafter.fingerprint)
-        scorer.to(target.device)
-    if (check := getattr(decode.keywords.get("budget"), "check_fits", None)) is not None:
-        check(setting_of(decode, target, drafter))
-    return partial(decode, target=target, **({"drafter": drafter} if drafter else {}))
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    folder = folder or Path(HydraConfig.get().runtime.output_dir)
+    return RunLog(folder, config | more, stage=cfg.stage, group=cfg.name, wandb=cfg.logger.wandb)
 
 
-def scorer_of(decode: partial[Generation]) -> EdgeScorer | None:
-    """The edge scorer that a method's builder asks, if it asks one."""
-    return getattr(decode.keywords.get("builder"), "scorer", None)
+def part_of(cfg: DictConfig) -> tuple[int, int]:
+    """Which part of how many `shard` names. Raises InputError."""
+    part, _, parts = str(cfg.shard).partition("/")
+    if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
+        raise InputError(f"shard must be i/n with 0 <= i < n (0/8 is the first of 8): {cfg.shard}")
+    return int(part), int(parts)
 
 
-def check_collected(decode: partial[Generation], made_by: Mapping[str, Any]) -> None:
-    """Refuse a method that was made for other models than a collection shows (InputError)."""
-    found = models_of(made_by)
-    if (scorer := scorer_of(decode)) is not None:
-        scorer.check_fits(found["target"], found["drafter"])
-    if (check := getattr(decode.keywords["budget"], "check_fits", None)) is not None:
-        check(found | {"builder": builder_of(decode)})
+def keep_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """In `folder`/tokenizer, so that what lies there can be read as text without the target."""
+    place = folder / "tokenizer"
+    if place.exists():
+        return
+    partial_place = place.with_name(f"{place.name}.{os.getpid()}.partial")
+    tokenizer.save_pretrained(partial_place)
+    try:
+        partial_place.rename(place)
+    except OSError:
+        shutil.rmtree(partial_place)
+        if not place.exists():  # else another process was faster
+            raise
 
 
-def models_of(made_by: Mapping[str, Any]) -> dict[str, Any]:
-    """The models that a collection shows, by fingerprint, and their dtype."""
-    models = {key: made_by[key]["fingerprint"] for key in ("target", "drafter")}
-    return models | {"dtype": made_by["settings"]["dtype"]}
-
-
-def cost_of(decode: partial[Generation]) -> CostTable | None:
-    """The cost table that a method's budget policy weighs with, if it does."""
-    return getattr(decode.keywords.get("budget"), "cost", None)
-
-
-def builder_of(decode: partial[Generation]) -> str:
-    """What tells a method's tree builder from others: its class, settings and scorer."""
-    builder = decode.keywords["builder"]
-    settings: dict[str, Any]
-    settings = {k.strip("_"): v for k, v in vars(builder).items() if isinstance(v, int | float)}
-    if (scorer := scorer_of(decode)) is not None:
-        settings["scorer"] = scorer.fingerprint
-    return f"{type(builder).__name__}({', '.join(f'{k}={v}' for k, v in settings.items())})"
-
-
-def setting_of(decode: partial[Generation], target: Any, drafter: Any) -> dict[str, Any]:
-    """What the costs of a method's rounds depend on: models, builder, dtype and machine."""
-    return machine_of(target, drafter) | {"builder": builder_of(decode)}
-
-
-def machine_of(target: Any, drafter: Any) -> dict[str, Any]:
-    """Models, dtype and machine, as they tell measurements apart."""
-    cuda = target.device.type == "cuda"
-    return {
-        "target": target.fingerprint,
-        "drafter": drafter.fingerprint,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(target.device) if cuda else cpu_name(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def drafts(method: DictConfig) -> bool:
-    """Whether a method needs a drafter."""
-    return "builder" in method
+def tokenizer_of(folder: Path) -> Any:
+    """The target's own, which lies beside rounds and results. Raises InputError."""
+    place = folder / "tokenizer"
+    if not place.is_dir():
+        raise InputError(f"{place} is not there; the stage that wrote {folder} puts it there")
+    try:
+        return AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the tokenizer in {place}: {error}") from error
 
 
 def describe(error: BaseException | None) -> str | None:
@@ -218,6 +178,8 @@ def describe(error: BaseException | None) -> str | None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno in DISK:
         return f"cannot write: {error.strerror}; what was written before is intact"
+    if error is not None and is_out_of_memory(error):
+        return f"out of memory ({str(error).strip().splitlines()[0]}): fewer or smaller models"
     if isinstance(error, InstantiationException):
         cause = error.__cause__
         while isinstance(cause, InstantiationException):

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from launch import bind, drafts, method_of, progress_bar, prompts_of, stage
+from launch import open_log, progress_bar, prompts_of, stage
+from methods import bind, drafts, method_of
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from graft.core.runlog import RunLog, revision, versions
+from graft.core.runlog import revision, versions
 from graft.core.types import Request
 from graft.data.prompts import Prompt
 from graft.decode import autoregressive
@@ -48,7 +49,7 @@ def main(cfg: DictConfig) -> None:
     made_by |= {"device": str(target.device), "git": revision(), "versions": versions()}
     digest = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:12]
     folder = Path(cfg.paths.outputs) / "lossless" / digest
-    log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb)
+    log = open_log(cfg, folder)
     done = {(row["prompt"], row["method"]) for row in log.rows()}
     header = f"{target.name}, {target.dtype}; {drafter.name}; rows in {folder}"
     console.print(header.replace("torch.", ""), style="dim", soft_wrap=True)
@@ -99,7 +100,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
             str(sum(row["tokens"] for row in mine)),
             str(len(diverging)),
             spread([row["first_divergence"] for row in diverging], "{:.0f}"),
-            spread([row["logit_gap"] for row in diverging if "logit_gap" in row], "{:.3g}"),
+            spread(
+                [row["logit_gap"] for row in diverging if row["logit_gap"] is not None], "{:.3g}"
+            ),
             f"{statistics.mean(row['mat'] for row in mine if row['mat'] is not None):.2f}",
         )
     return out

@@ -18,19 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hydra.core.hydra_config import HydraConfig
-from launch import (
-    WIDTH,
-    builder_of,
-    check_collected,
-    folders_of,
-    method_of,
-    models_of,
-    progress_bar,
-    stage,
-    table,
-)
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from launch import WIDTH, folders_of, open_log, progress_bar, stage, table
+from methods import builder_of, check_collected, method_of, models_of
+from omegaconf import DictConfig, ListConfig
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +32,6 @@ from graft.budgets.paper import Paper
 from graft.budgets.ratio import Ratio
 from graft.core.errors import InputError
 from graft.core.interfaces import BudgetPolicy, TreeBuilder
-from graft.core.runlog import RunLog
 from graft.data.anchors import AnchoredResponse, Anchors
 from graft.eval.bootstrap import interval, resampled_means
 from graft.eval.regret import Laid, Regret, flat, lay, regret, swept
@@ -65,9 +54,7 @@ def main(cfg: DictConfig) -> None:
     for part in judged.tables(seed=cfg.seed):
         console.print(part)
         console.print()
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb)
+    log = open_log(cfg)
     log.log(judged.row())
     log.close()
 

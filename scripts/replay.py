@@ -15,25 +15,17 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from launch import (
-    check_collected,
-    folders_of,
-    method_of,
-    models_of,
-    progress_bar,
-    stage,
-    table,
-)
+from launch import folders_of, open_log, progress_bar, stage, table
+from methods import check_collected, method_of, models_of
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console, Group
 from rich.text import Text
 
 from graft.budgets.cost import CostTable
 from graft.core.errors import InputError
-from graft.core.runlog import RunLog, write_atomically
+from graft.core.runlog import write_atomically
 from graft.data.anchors import Anchors
 from graft.data.collected import MODELS, difference
 from graft.data.rounds import Rounds
@@ -85,9 +77,8 @@ def main(cfg: DictConfig) -> None:
     console.print(
         f"{rounds} rounds in {seconds:.1f} s: {rounds / seconds:.0f} rounds/s", style="dim"
     )
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
     folder = Path(HydraConfig.get().runtime.output_dir)
-    log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb)
+    log = open_log(cfg)
     rows = [dataclasses.asdict(summary) for summary in summaries]
     write_atomically(
         folder / "replay.json", json.dumps({"made_by": made_by, "methods": rows}) + "\n"

@@ -20,11 +20,11 @@ from typing import Any
 
 import pyarrow as pa
 from hydra.utils import instantiate
-from launch import progress_bar, prompts_of, stage
+from launch import open_log, progress_bar, prompts_of, stage
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from graft.core.runlog import RunLog, provenance
+from graft.core.runlog import provenance
 from graft.core.types import Request
 from graft.data.prompts import Prompt
 from graft.data.responses import SCHEMA, finished_ids
@@ -43,7 +43,7 @@ def main(cfg: DictConfig) -> None:
     folder = Path(cfg.out)
     done = finished_ids(folder, target.fingerprint)
     missing = [prompt for prompt in prompts if prompt.key not in done]
-    log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb)
+    log = open_log(cfg, folder)
     made_by = {
         "kind": "responses",
         "target": {"name": target.name, "fingerprint": target.fingerprint},

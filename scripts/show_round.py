@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from launch import stage
+from launch import stage, tokenizer_of
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
-from transformers import AutoTokenizer
 
 from graft.core.errors import InputError
 from graft.data.rounds import RecordedRound, Rounds
@@ -64,17 +63,6 @@ def check(cfg: DictConfig) -> None:
         raise InputError(f"count must be a number of rounds, at least 1, not {cfg.count}")
     if cfg.round is not None and cfg.prompt is None:
         raise InputError(f"round={cfg.round} of which response? Add prompt=, a prompt_id")
-
-
-def tokenizer_of(collected: Path) -> Any:
-    """The target's own, which lies beside the rounds. Raises InputError."""
-    folder = collected / "tokenizer"
-    if not folder.is_dir():
-        raise InputError(f"{folder} is not there; scripts/collect.py out={collected} writes it")
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the tokenizer in {folder}: {error}") from error
 
 
 def choose(rounds: Rounds, cfg: DictConfig) -> list[int]:

@@ -23,14 +23,14 @@ from typing import Any
 
 import lightning as L
 from hydra.utils import instantiate
-from launch import stage
+from launch import open_log, stage
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from graft.core.errors import InputError
-from graft.core.runlog import RunLog, revision
+from graft.core.runlog import revision
 from graft.eval.plots import draw_training
 from graft.training.run import LAST, KeepBest, KeepLast, RunFacts, RunLogger
 
@@ -68,7 +68,7 @@ def main(cfg: DictConfig) -> None:
         f"{target.name}: {data.describe()}; state in {folder}", style="dim", soft_wrap=True
     )
     first = getattr(rank_zero_only, "rank", 0) == 0
-    log = RunLog(folder, config, stage=cfg.stage, wandb=cfg.logger.wandb) if first else None
+    log = open_log(cfg, folder, texts=data.digest) if first else None
     if log is not None:
         log.rows()  # cuts the torn line that a killed run may have left
     last = KeepLast(folder, cfg.save_every)
@@ -99,12 +99,14 @@ def main(cfg: DictConfig) -> None:
     state = folder / LAST
     trainer.fit(model, data, ckpt_path=str(state) if state.exists() else None, weights_only=False)
     if log is not None:
-        log.close()
         if not out.exists():
             raise InputError(f"{folder} holds a finished run whose {out} is gone; delete it")
         model.finish(out, facts())
         if (trained := model.trained(out)) is not None:
             draw_training(trained).savefig(out / "training.png")
+            log.pictures([out / "training.png"])
+        log.artifact("scorer" if trained is not None else "drafter", out)
+        log.close()
         console.print(f"{out} holds the best state ({cfg.monitor} {best.score:.3f})")
 
 

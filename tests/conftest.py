@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import launch  # sets GRAFT_ROOT, which conf/paths needs
+import methods
 import numpy as np
 import pytest
 import torch
@@ -33,6 +34,7 @@ from graft.trees.tdes import TDES
 # the user's.
 CACHE = tempfile.TemporaryDirectory(prefix="graft-tests-")
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
+os.environ["WANDB_MODE"] = "disabled"  # a second a run; test_scripts.py looks at it once
 
 # Tiny models are faster on one thread, and on a busy machine many times so.
 THREADS = torch.get_num_threads()
@@ -140,7 +142,7 @@ def tiny_constants(tmp_path_factory, tiny_scorer) -> str:
     drafter = untrained(target, layers=2, block_size=8, mask_token_id=258, taps=1)
     decode = partial(loop.generate, builder=TDES(checkpoint.load(tiny_scorer)))
     nodes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
-    made_by: Mapping[str, Any] = launch.setting_of(decode, target, drafter)
+    made_by: Mapping[str, Any] = methods.setting_of(decode, target, drafter)
     cost = costs_of(1e-3 * (10 + 0.3 * np.array(nodes)), nodes, **made_by)
     folder = tmp_path_factory.mktemp("constants")
     planted(cost).save(folder)

@@ -147,7 +147,7 @@ class FakeData:
             "shape": {"D": D, "K": K},
         }
         self.training = Fans.concatenate([fans_of_anchors(one, rng) for one in responses])
-        self.validation_fans = self.training
+        self.validation_fans, self.prompts = self.training, []
 
 
 def module_of(rung: str, data: FakeData, **changes):
@@ -346,7 +346,7 @@ def test_every_rung_trains_and_is_replayed(rung, trained, tmp_path, collected, m
     assert code == 0, err
     rows = [
         json.loads(line)
-        for line in (tmp_path / "outputs/train/mine/metrics.jsonl").read_text().splitlines()
+        for line in (tmp_path / "outputs/train/tiny/metrics.jsonl").read_text().splitlines()
     ]
     gains = [row["gain"] for row in rows if "gain" in row]
     assert len(gains) == 2
@@ -413,7 +413,7 @@ def test_batches_go_on_where_they_were(data):
 def test_bad_input_is_one_line(trained, arguments, words, tmp_path):
     code, _, err = trained(*arguments)
     if "the loss" in words:
-        batch = torch.load(tmp_path / "outputs/train/mine/nan_batch_0.pt", weights_only=False)
+        batch = torch.load(tmp_path / "outputs/train/tiny/nan_batch_0.pt", weights_only=False)
         assert len(batch) == 64
     assert code == 2
     assert words in err
@@ -479,7 +479,7 @@ def test_a_killed_training_ends_as_an_uninterrupted_one(collected, tmp_path):
 
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command("whole"), check=True, env=environment)
-    state = tmp_path / "outputs/cut/train/mine/last.ckpt"
+    state = tmp_path / "outputs/cut/train/tiny/last.ckpt"
     process = subprocess.Popen(command("cut"), env=environment)
     while not state.exists():
         assert process.poll() is None, "it ended before it saved anything"

@@ -269,7 +269,7 @@ def test_a_tokenizer_is_needed(show, collected, tmp_path):
     (tmp_path / "rounds").symlink_to(collected / "rounds")
     code, _, err = show(f"collected={tmp_path}")
     assert code == 2
-    assert f"scripts/collect.py out={tmp_path} writes it" in err
+    assert f"the stage that wrote {tmp_path} puts it there" in err
     (tmp_path / "tokenizer").mkdir()
     code, _, err = show(f"collected={tmp_path}")
     assert code == 2

@@ -21,7 +21,7 @@ from graft.core.errors import InputError
 from graft.core.runlog import write_atomically
 
 VERSION = 1
-AGAIN = "python scripts/fit.py makes it"
+AGAIN = "python scripts/fit.py makes it (name= or paths.constants= says where)"
 
 
 @dataclass(frozen=True, eq=False)

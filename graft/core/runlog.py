@@ -13,13 +13,14 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "numpy", "numba", "hydra-core")
 
 
@@ -44,8 +45,10 @@ def versions() -> dict[str, str]:
 
 
 def revision() -> str:
-    """The git revision, and a digest of what differs from it."""
+    """The git revision, and a digest of what differs from it, new code included."""
     changes = _git("diff", "HEAD")
+    for file in _git("ls-files", "--others", "--exclude-standard", "*.py", "*.yaml").splitlines():
+        changes += file + (ROOT / file).read_text(errors="replace")
     digest = hashlib.sha256(changes.encode()).hexdigest()[:8]
     return _git("rev-parse", "HEAD") + (f"-dirty-{digest}" if changes else "")
 
@@ -64,7 +67,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class RunLog:
-    """The log of one run in `folder`. `wandb` is None, "offline" or "online"."""
+    """The log of one run in `folder`. `wandb` is None, "offline" or "online"; the variable
+    WANDB_MODE=disabled silences it, as elsewhere. Runs of a `group` belong together.
+    """
 
     def __init__(
         self,
@@ -72,18 +77,22 @@ class RunLog:
         config: Mapping[str, Any],
         *,
         stage: str,
+        group: str = "default",
         wandb: Literal["offline", "online"] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._metrics = folder / "metrics.jsonl"
         write_atomically(folder / "run.json", json.dumps(provenance(config), indent=2) + "\n")
         self._run = None
-        if wandb is not None:
+        if wandb is not None and os.environ.get("WANDB_MODE") != "disabled":
+            os.environ.setdefault("WANDB_SILENT", "true")  # not all of it reads the setting below
             import wandb as wandb_sdk
 
             self._run = wandb_sdk.init(
                 project="graft",
+                group=group,
                 job_type=stage,
+                name=f"{group}-{stage}",
                 dir=folder,
                 mode=wandb,
                 config=dict(config),
@@ -107,16 +116,42 @@ class RunLog:
         write_atomically(self._metrics, "".join(whole))
         return [json.loads(line) for line in whole]
 
+    def artifact(self, kind: str, folder: Path) -> None:
+        """Hand what a stage made to W&B, under the name of its group."""
+        if self._run is None:
+            return
+        import wandb as wandb_sdk
+
+        made = wandb_sdk.Artifact(f"{self._run.group}-{kind}", type=kind)
+        made.add_dir(str(folder), policy="immutable", skip_cache=True)  # else it is copied home
+        self._run.log_artifact(made)
+
+    def pictures(self, files: Iterable[Path]) -> None:
+        """Show pictures in W&B, each under its file's name."""
+        if self._run is None:
+            return
+        import wandb as wandb_sdk
+
+        self._run.log({file.stem: wandb_sdk.Image(str(file)) for file in files})
+
+    def table(self, name: str, headings: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
+        """Show a table in W&B."""
+        if self._run is None:
+            return
+        import wandb as wandb_sdk
+
+        shown = wandb_sdk.Table(columns=[*headings], data=[[*line] for line in lines])
+        self._run.log({name: shown})
+
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
 
 
 def _git(*arguments: str) -> str:
-    root = Path(__file__).resolve().parents[2]
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"

@@ -1,32 +1,44 @@
-"""End-to-end decoding, method beside method on the same prompts: rows as they are measured, and
-what is made of them.
+"""End-to-end decoding of one request, as a row of results.
 
-Speed is time per output token, prompt prefill excluded, the first draft pass included; speedup is
-plain decoding's over a method's on the same prompts of the same run (DESIGN section 2).
+    prompt_tokens   of the prompt
+    response        tokens, the stop token included
+    stopped         by a stop token rather than by max_new_tokens
+    committed       tokens each round committed, bonus included; the last counts in full
+    nodes           drafted nodes verified in each round
+    seconds         in the response, by verb, and of the prefill
+
+and of methods that draft, round by round:
+
+    paths           accepted nodes of the tree, root left out
+    fates           why it ended, as indices into graft/eval/fate.py's KINDS
+    conf            mean probability of the drafter's best candidates
+    budgets         what the policy allocated before building
+    trees           the rounds themselves, where they are to be shown: see `shown`
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from graft.budgets.cost import CostTable
-from graft.core.errors import InputError
-from graft.core.types import Generation, Request
-from graft.eval.bootstrap import interval, resampled_means
+from graft.core.types import Generation, Request, Round
+from graft.eval.fate import KINDS, fate
 
 Row = Mapping[str, Any]
-PASSES = ("propose", "verify")  # the drafter's and the target's; all else in a round is overhead
 
 
-def measure(request: Request, decode: Callable[[Request], Generation]) -> dict[str, Any]:
-    """Decode one request: what came, round by round, and where the time went."""
-    result = decode(request)
+def measure(
+    request: Request, decode: Callable[..., Generation], *, drafts: bool, trees: bool
+) -> dict[str, Any]:
+    """Decode one request: what came, round by round, and where the time went.
+
+    `drafts`: the method has rounds to look at; `trees`: keep them.
+    """
+    watch = Watch(trees)
+    result = decode(request, on_round=watch) if drafts else decode(request)
     return {
         "prompt_tokens": len(request.prompt),
         "response": result.tokens,
@@ -34,6 +46,44 @@ def measure(request: Request, decode: Callable[[Request], Generation]) -> dict[s
         "committed": result.committed,
         "nodes": result.nodes,
         "seconds": result.seconds,
+        **(watch.columns if drafts else {}),
+    }
+
+
+class Watch:
+    """The on-round hook, outside the verbs' times."""
+
+    def __init__(self, trees: bool) -> None:
+        self.columns: dict[str, list[Any]] = {"paths": [], "fates": [], "conf": [], "budgets": []}
+        if trees:
+            self.columns["trees"] = []
+
+    def __call__(self, done: Round) -> None:
+        columns = self.columns
+        kind = fate(done.tree, done.path, done.bonus, done.state.draft.tokens).kind
+        columns["paths"].append(done.path[1:])
+        columns["fates"].append(KINDS.index(kind))
+        columns["conf"].append(round(done.state.conf, 4))
+        columns["budgets"].append(done.budget)
+        if "trees" in columns:
+            columns["trees"].append(shown(done))
+
+
+def shown(done: Round) -> dict[str, Any]:
+    """A round as the report's viewer needs it: the tree, the path, the bonus, what became of it."""
+    tree, found = done.tree, fate(done.tree, done.path, done.bonus, done.state.draft.tokens)
+    steps = np.exp(tree.log_scores[1:] - tree.log_scores[tree.parents[1:]])
+    return {
+        "tokens": tree.tokens.tolist(),
+        "parents": tree.parents.tolist(),
+        "chances": [round(float(step), 4) for step in steps],  # after the parent, root left out
+        "path": done.path,
+        "bonus": done.bonus,
+        "hung": list(found.nodes),
+        "rank": found.rank,
+        "shape": list(done.state.draft.tokens.shape),  # D, K
+        "context_length": done.state.context_length,
+        "seconds": done.seconds,
     }
 
 
@@ -54,67 +104,3 @@ def predicted_seconds_a_token(row: Row, cost: CostTable) -> float:
     if not nodes.any():
         return float(cost.ar_seconds(contexts).mean())
     return float(cost.seconds(nodes, contexts).sum() / max(len(row["response"]) - 1, 1))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Measured:
-    """A method over the responses that all methods gave. Intervals are 95 %, over prompts."""
-
-    name: str
-    responses: int
-    mat: float  # mean over rounds, then over responses
-    nodes: np.ndarray  # drafted, of all rounds
-    pace: float  # seconds a token, mean over responses
-    predicted: float | None  # the same by the cost table, if it has all of these rounds
-    speedup: float  # over the baseline
-    speedup_interval: tuple[float, float]
-    median: float  # of the responses' own speedups: what a busy neighbour moves least
-    by_source: dict[str, float]  # speedup, set by set
-    overhead: float  # share of decoding time outside the two passes
-    parted: int  # responses that are not the baseline's, token by token
-
-
-def summarise(
-    rows: Sequence[Row], *, baseline: str, cost: CostTable | None = None, seed: int = 0
-) -> list[Measured]:
-    """One summary a method, over the (prompt, turn) that every method has."""
-    by_method: dict[str, dict[tuple[str, int], Row]] = defaultdict(dict)
-    for row in rows:
-        if len(row["response"]) > 1:  # else nothing was decoded beyond the prefill
-            by_method[row["method"]][row["prompt"], row["turn"]] = row
-    keys = sorted(set.intersection(*map(set, by_method.values()))) if by_method else []
-    if not keys:
-        raise InputError("no response of more than one token has been decoded by every method")
-    table = {name: [found[key] for key in keys] for name, found in by_method.items()}
-    paces = np.array([[seconds_a_token(row) for row in mine] for mine in table.values()]).T
-    samples = resampled_means(paces, [prompt for prompt, _ in keys], seed=seed)
-    base, sources = list(table).index(baseline), np.array([r["source"] for r in table[baseline]])
-    found = []
-    for i, (name, mine) in enumerate(table.items()):
-        whole = sum(map(decode_seconds, mine))
-        passes = sum(row["seconds"].get(verb, 0.0) for row in mine for verb in PASSES)
-        predicted = None
-        if cost is not None:
-            with suppress(InputError):  # rounds that the table does not have
-                predicted = float(np.mean([predicted_seconds_a_token(row, cost) for row in mine]))
-        same = zip(mine, table[baseline], strict=True)
-        found.append(
-            Measured(
-                name=name,
-                responses=len(mine),
-                mat=float(np.mean([np.mean(row["committed"]) for row in mine if row["committed"]])),
-                nodes=np.concatenate([row["nodes"] for row in mine]),
-                pace=float(paces[:, i].mean()),
-                predicted=predicted,
-                speedup=float(paces[:, base].mean() / paces[:, i].mean()),
-                speedup_interval=interval(samples[:, base] / samples[:, i]),
-                median=float(np.median(paces[:, base] / paces[:, i])),
-                by_source={
-                    str(s): float(paces[sources == s, base].mean() / paces[sources == s, i].mean())
-                    for s in np.unique(sources)
-                },
-                overhead=1 - passes / whole,
-                parted=sum(row["response"] != other["response"] for row, other in same),
-            )
-        )
-    return found

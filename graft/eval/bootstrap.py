@@ -11,7 +11,11 @@ TOGETHER = 100  # resamples in memory at once
 
 
 def resampled_means(
-    values: np.ndarray, prompts: Sequence[str], *, seed: int = 0, resamples: int = RESAMPLES
+    values: np.ndarray,
+    prompts: Sequence[str],
+    *,
+    seed: int | Sequence[int] = 0,
+    resamples: int = RESAMPLES,
 ) -> np.ndarray:
     """Means of values [responses, M] over resampled prompts: [resamples, M].
 

@@ -56,15 +56,38 @@ def visible(text: str) -> str:
 
 
 def in_words(round: RecordedRound, text: Callable[[int], str]) -> str:
-    """One sentence on a round's fate; `text` gives a token's text."""
-    found, tree, last = fate_of(round), round.tree, round.path[-1]
+    """One sentence on a recorded round's fate; `text` gives a token's text."""
+    D, K = round.draft.tokens.shape
+    tree = round.tree
+    return sentence(
+        fate_of(round),
+        tokens=tree.tokens.tolist(),
+        parents=tree.parents.tolist(),
+        path=round.path,
+        bonus=round.bonus,
+        shape=(D, K),
+        text=text,
+    )
+
+
+def sentence(
+    found: Fate,
+    *,
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    path: Sequence[int],
+    bonus: int,
+    shape: tuple[int, int],
+    text: Callable[[int], str],
+) -> str:
+    """What became of the bonus, given the tree, the path (root first) and (D, K)."""
 
     def quoted(token: int) -> str:
         return f'"{visible(text(token))}"'
 
-    behind = quoted(tree.tokens[last])
-    depth, (D, K) = len(round.path), round.draft.tokens.shape
-    wanted = f"the target wanted {quoted(round.bonus)} after {behind}"
+    behind = quoted(tokens[path[-1]])
+    depth, (D, K) = len(path), shape
+    wanted = f"the target wanted {quoted(bonus)} after {behind}"
     if found.kind == "cap":
         return f"{wanted}: the path had reached depth {D}, the last one drafted (cap)"
     if found.kind == "not_drafted":
@@ -73,6 +96,6 @@ def in_words(round: RecordedRound, text: Callable[[int], str]) -> str:
         assert found.rank is not None
         rank = f"candidate {found.rank + 1} of {K} at depth {depth}"
         return f"{wanted}: it was {rank}, but no node there (budget)"
-    parents = dict.fromkeys(quoted(tree.tokens[tree.parents[node]]) for node in found.nodes)
-    under = " and ".join(f"another {name}" if name == behind else name for name in parents)
+    above = dict.fromkeys(quoted(tokens[parents[node]]) for node in found.nodes)
+    under = " and ".join(f"another {name}" if name == behind else name for name in above)
     return f"{wanted}: it was drafted, but under {under} (mismatch)"

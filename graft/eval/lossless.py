@@ -43,8 +43,20 @@ def compare(
         "identical": first is None,
         "first_divergence": first,
     }
-    if first is not None and first < min(len(oracle.tokens), len(result.tokens)):
-        logits = target.prefill([*request.prompt, *oracle.tokens[:first]]).logits[0].float()
-        ours, theirs = result.tokens[first], oracle.tokens[first]
-        row["logit_gap"] = float(logits[theirs] - logits[ours])
+    if first is not None:
+        row["logit_gap"] = logit_gap(request, oracle.tokens, result.tokens, target)
     return row
+
+
+def logit_gap(
+    request: Request, oracle: Sequence[int], tokens: Sequence[int], target: Target
+) -> float | None:
+    """How far a response's token lies behind the oracle's where they part, in one causal pass.
+
+    None where they do not, or where one ends.
+    """
+    first = first_difference(oracle, tokens)
+    if first is None or first >= min(len(oracle), len(tokens)):
+        return None
+    logits = target.prefill([*request.prompt, *oracle[:first]]).logits[0].float()
+    return float(logits[oracle[first]] - logits[tokens[first]])

@@ -159,7 +159,9 @@ class HFTarget:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of response tokens, control tokens left out."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return self.tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 def load(model: str, *, dtype: str = "float32", device: str = "auto") -> HFTarget:

@@ -205,6 +205,9 @@ class EdgeData(L.LightningDataModule):
         self.validation_fans = Fans.concatenate(
             [fans_of_anchors(response, rng) for response in self.validation]
         )
+        self.prompts = sorted(
+            p for p, s in sources.items() if p not in held and s not in development
+        )
         digest = hashlib.sha256(repr((sorted(sources), len(self.training))).encode())
         self.digest = digest.hexdigest()[:12]
 

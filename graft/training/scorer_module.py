@@ -81,7 +81,7 @@ class ScorerModule(L.LightningModule):
             "depth": made_by["shape"]["D"],
             "candidates": made_by["shape"]["K"],
         }
-        self._fans = data.validation_fans
+        self._fans, self._prompts = data.validation_fans, data.prompts
         self._plain: dict[tuple[str, int, int], float] = {}  # DDTree's MAT
         self._middle = self._budgets[(len(self._budgets) - 1) // 2]
         self._stepped: float | None = None
@@ -226,6 +226,7 @@ class ScorerModule(L.LightningModule):
             "ece": calibration_error(self._reliability) if self._reliability else None,
             "reliability": self._reliability,
             "mats": self._mats,  # by budget: with the scorer, with DDTree
+            "prompts": self._prompts,  # learned from: fits want others
         }
         scorer.to(torch.device("cpu")).save(
             out, {"README.md": scorer_card(out.name, self._config, facts)}

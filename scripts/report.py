@@ -1,0 +1,222 @@
+"""Tables, figures and a page out of results alone; no model is loaded.
+
+    python scripts/report.py
+    python scripts/report.py results=[data/results/a,data/results/b] out=outputs/report/both
+    python scripts/report.py +experiment=qwen3_8b compare=paper
+
+OUT gets table.md, table.tex (models and temperatures down, sets across), every figure as PNG and
+PDF, and index.html, one file with all of it and a viewer that steps through real rounds.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import yaml
+from launch import WIDTH, folders_of, open_log, stage, table, tokenizer_of
+from matplotlib.figure import Figure
+from omegaconf import DictConfig
+from rich.console import Console
+
+from graft.core.errors import InputError
+from graft.core.runlog import write_atomically
+from graft.data import published
+from graft.data.collected import difference
+from graft.data.results import read
+from graft.eval import tables
+from graft.eval.figures import FIGURES
+from graft.eval.metrics import ratio, summarise
+from graft.eval.page import FigureData, Page, Section, render
+from graft.eval.tables import Block, label
+from graft.eval.viewer import response_of
+
+SHOWN = 3  # methods whose rounds the viewer has: the focus, the best tree and the best chain
+SAME = ("settings", "models")  # for one model at one temperature there is one of each
+
+TEXTS = {
+    "results": "Speedup is plain decoding's time per output token over the method's, on the same "
+    "prompts of the same run, methods taking turns; the prompt's prefill is left out, the first "
+    "draft pass is not. MAT is tokens committed a round, the target's own included: the mean over "
+    "rounds, then over responses; a response's last round counts in full. Means are over sets.",
+    "head": "Ratios are paired over prompts. A difference whose interval holds 1 is a tie.",
+    "time": "A round is the drafter's pass, the target's pass over the tree, and the rest: "
+    "building (with scoring), budget, accept, commit. The mask is made inside the target's pass.",
+    "loss": "A round ends at the token that the target wanted and the path did not have. It was "
+    "not among the drafter's candidates (not drafted); it was one, but no node carried it "
+    "(budget); a node did, under another parent (mismatch); or the path had reached the full depth "
+    "(cap). The mismatch rate is over the rounds that stop short of it. It falls by itself as "
+    "budgets shrink: compare it at equal budget.",
+    "lossless": "In fp32 every response of ours must be plain decoding's. In bf16 a pass "
+    "over many rows rounds otherwise than a pass over one, and near-ties flip: the gap says how "
+    "near. Above T = 0 the library's generate draws from a stream of its own.",
+    "published": "Other machines, other baselines, other lengths: compare MAT first.",
+    "pictures": "The same results, drawn.",
+}
+
+
+@stage("report")
+def main(cfg: DictConfig) -> None:
+    console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)
+    if cfg.compare not in (None, "paper"):
+        raise InputError(f"compare must be paper or null, not {cfg.compare}")
+    folders = folders_of(cfg.results)
+    blocks = [block_of(folder, cfg.seed) for folder in folders]
+    check_apart(blocks, folders)
+    papers = published.read(Path(cfg.published)) if cfg.compare else []
+    out = Path(cfg.out)
+    out.mkdir(parents=True, exist_ok=True)
+    sections: list[Section] = []
+    made: list[Path] = []
+    for block in blocks:
+        about_it = f"{tables.short(block.target)}-{block.dtype}-t{block.temperature:g}-"
+        name = about_it if len(blocks) > 1 else ""
+        found = sections_of(block, focus_of(block, cfg.focus), papers)
+        figures = draw(block, out, name)
+        made += [out / f"{name}{key}.png" for key in figures]
+        found[-1].figures.extend(figures.values())
+        sections += found
+    every = [one for section in sections for one in section.tables]
+    write_atomically(out / "table.md", "\n".join(map(tables.markdown, every)))
+    write_atomically(out / "table.tex", tables.latex(blocks))
+    page = Page(
+        title="Draft trees, measured: " + ", ".join(dict.fromkeys(b.target for b in blocks)),
+        summary=summary(blocks[0], focus_of(blocks[0], cfg.focus)),
+        sections=sections,
+        config=yaml.safe_dump([about(block) for block in blocks], sort_keys=False),
+        responses=[
+            response
+            for block, folder in zip(blocks, folders, strict=True)
+            for response in shown(block, folder, focus_of(block, cfg.focus))
+        ],
+    )
+    write_atomically(out / "index.html", render(page))
+    log = open_log(cfg)
+    for one in every:
+        log.table(one.caption, [h or "method" for h in one.headings], one.rows)
+    log.pictures(made)
+    log.artifact("report", out)
+    log.close()
+    for section in sections:
+        if section.title.startswith(("Results", "Published")):
+            for one in section.tables:
+                console.print(one.caption, style="bold", soft_wrap=True)
+                console.print(table(one.headings, one.rows), end="\n\n")
+    console.print(f"tables, figures and the page: {out / 'index.html'}", soft_wrap=True)
+
+
+def block_of(folder: Path, seed: int) -> Block:
+    """The results of one folder. Raises InputError."""
+    made_by, rows = read(folder)
+    settings = made_by["settings"]
+    return Block(
+        target=name_of(made_by["names"]["target"]),
+        drafter=name_of(made_by["names"]["drafter"]),
+        dtype=made_by["models"]["dtype"],
+        temperature=settings["temperature"],
+        methods=summarise(rows, baseline=settings["baseline"], seed=seed),
+        baseline=settings["baseline"],
+        made_by=made_by,
+        rows=rows,
+    )
+
+
+def check_apart(blocks: Sequence[Block], folders: Sequence[Path]) -> None:
+    """Refuse two folders that would be one line of the table (InputError)."""
+    seen: dict[str, tuple[Block, Path]] = {}
+    for block, folder in zip(blocks, folders, strict=True):
+        if block.title in seen:
+            other, place = seen[block.title]
+            apart = difference(other.made_by, block.made_by, SAME) or "run"
+            raise InputError(
+                f"{place} and {folder} are both {block.title}, with another {apart}; report one of "
+                "them, or each into its own out="
+            )
+        seen[block.title] = block, folder
+
+
+def focus_of(block: Block, wanted: str) -> str:
+    """The method that is set against the others."""
+    if wanted in block.methods:
+        return wanted
+    return max(block.methods, key=lambda name: block.methods[name].mean.speedup)
+
+
+def sections_of(block: Block, focus: str, papers: Sequence[published.Published]) -> list[Section]:
+    """Everything about one model at one temperature; pictures go with the last."""
+    parts = [
+        (f"Results: {block.title}", "results", [tables.by_set(block), tables.speeds(block)]),
+        (f"{label(focus)} against the others", "head", [tables.head_to_head(block, focus)]),
+        ("Where the time goes", "time", [tables.times(block)]),
+        ("Why rounds end", "loss", [tables.losses(block)]),
+        ("Is it lossless?", "lossless", [tables.divergences(block)]),
+    ]
+    if papers:
+        beside = tables.beside(block, papers)
+        parts.append(("Published numbers", "published", beside))
+    parts.append((f"Pictures: {block.title}", "pictures", []))
+    return [Section(head, TEXTS[key], found) for head, key, found in parts]
+
+
+def draw(block: Block, out: Path, name: str) -> dict[str, FigureData]:
+    """Every figure that the results allow, written as PNG and PDF; for the page as SVG."""
+    matplotlib.rcParams["axes.spines.top"] = matplotlib.rcParams["axes.spines.right"] = False
+    found = {}
+    for key, (figure_of, title, caption) in FIGURES.items():
+        figure: Figure | None = figure_of(block)
+        if figure is not None:
+            for kind in ("png", "pdf"):
+                figure.savefig(out / f"{name}{key}.{kind}")
+            file = io.StringIO()
+            figure.savefig(file, format="svg")
+            found[key] = FigureData(title, caption, file.getvalue())
+    return found
+
+
+def summary(block: Block, focus: str) -> list[tuple[str, str]]:
+    """The numbers to remember."""
+    mine = block.methods[focus]
+    found = [
+        (f"{mine.mean.speedup:.2f}x", f"{label(focus)} over plain decoding, mean over sets"),
+        (f"{mine.mean.mat:.2f}", "tokens a round"),
+    ]
+    if "library" in block.methods:
+        value, _ = ratio(mine, block.methods["library"])
+        found.append((f"{value:.2f}x", "over the library's own generate"))
+    kind = "in fp32" if block.dtype == "float32" else f"in {block.dtype}: near-ties flip"
+    return [*found, (f"{mine.parted} of {mine.responses}", f"responses unlike AR's {kind}")]
+
+
+def shown(block: Block, folder: Path, focus: str) -> Iterable[dict[str, Any]]:
+    """What the viewer has: responses that kept their trees, by a few methods."""
+    others = [block.best(family) for family in ("ddtree", "tdes", "chain")]
+    names = list(dict.fromkeys([focus, *(m.name for m in others if m is not None)]))[:SHOWN]
+    rows = [row for row in block.rows if row.get("trees") and row["method"] in names]
+    if not rows:
+        return
+    tokenizer = tokenizer_of(folder)
+    for row in sorted(rows, key=lambda row: (row["source"], row["prompt"], row["turn"])):
+        yield response_of(row, label(row["method"]), lambda token: tokenizer.decode([token]))
+
+
+def about(block: Block) -> dict[str, Any]:
+    """What made a block, for the page."""
+    keys = ("names", "settings", "models", "machine", "versions", "git", "command", "methods")
+    responses = block.methods[block.baseline].responses
+    return json.loads(
+        json.dumps({key: block.made_by[key] for key in keys} | {"responses": responses})
+    )
+
+
+def name_of(model: str) -> str:
+    """A hub id as it is, a local folder by its own name."""
+    return Path(model).name if Path(model).is_absolute() else model
+
+
+if __name__ == "__main__":
+    main()
