@@ -102,7 +102,7 @@ def train(rung: str, out: Path, cfg: DictConfig, console: Console) -> None:
     changes = [a for a in sys.argv[1:] if a.lstrip("+~").split("=")[0].split(".")[0] in PASSED_ON]
     changes += [a for a in sys.argv[1:] if a.startswith(("+experiment=", "paths."))]
     command = [sys.executable, str(ROOT / "train.py"), f"scorer={rung}", f"out={out}", *changes]
-    command += [f"run_folder={out}.run", f"name={rung}", f"seed={cfg.seed}"]
+    command += [f"run_folder={out}.run", f"name={cfg.name}", f"seed={cfg.seed}"]
     done = subprocess.run(command)
     if done.returncode:
         raise InputError(f"training {rung} failed; run it alone: {' '.join(command[1:])}")

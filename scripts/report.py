@@ -160,7 +160,19 @@ def sections_of(block: Block, focus: str, papers: Sequence[published.Published])
         beside = tables.beside(block, papers)
         parts.append(("Published numbers", "published", beside))
     parts.append((f"Pictures: {block.title}", "pictures", []))
-    return [Section(head, TEXTS[key], found) for head, key, found in parts]
+    texts = TEXTS | {"results": f"{where(block)}\n\n{TEXTS['results']}"}
+    return [Section(head, texts[key], found) for head, key, found in parts]
+
+
+def where(block: Block) -> str:
+    """What was measured, and on which machine, in a sentence."""
+    models, settings = block.made_by["models"], block.made_by["settings"]
+    responses = block.methods[block.baseline].responses
+    return (
+        f"{responses} responses of at most {settings['max_new_tokens']} tokens by {block.target} "
+        f"with {block.drafter}, in {block.dtype}, on {models['device']} "
+        f"({models['threads']} threads), at revision {block.made_by['git'][:7]}."
+    )
 
 
 def draw(block: Block, out: Path, name: str) -> dict[str, FigureData]:
@@ -200,7 +212,10 @@ def shown(block: Block, folder: Path, focus: str) -> Iterable[dict[str, Any]]:
     if not rows:
         return
     tokenizer = tokenizer_of(folder)
-    for row in sorted(rows, key=lambda row: (row["source"], row["prompt"], row["turn"])):
+    order = {name: place for place, name in enumerate(names)}
+    for row in sorted(
+        rows, key=lambda r: (r["source"], r["prompt"], r["turn"], order[r["method"]])
+    ):
         yield response_of(row, label(row["method"]), lambda token: tokenizer.decode([token]))
 
 

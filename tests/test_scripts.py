@@ -130,6 +130,11 @@ def test_every_method_generates_the_same_text(
     assert texts.pop() in streamed
 
 
+def test_no_memory_left_is_one_line():
+    assert "out of memory" in launch.describe(torch.OutOfMemoryError("CUDA: no room\nfor it"))
+    assert launch.describe(RuntimeError("a bug")) is None
+
+
 def test_wandb_is_on_offline_by_default(tiny_run, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
     code, out, err = tiny_run(generate, "max_new_tokens=5")
