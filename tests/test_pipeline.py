@@ -36,6 +36,7 @@ def test_an_experiment_runs_from_prompts_to_the_page(experiment, monkeypatch, tm
     dflash_checkpoint.save(trained("qwen3"), drafter)
     rows = [{"id": f"own-{i}", "turns": ["What is a tree of tokens?"[i:]]} for i in range(20)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    capsys.readouterr()
     common = (
         *(f"+experiment={experiment}", f"target.model={target}", f"drafter.checkpoint={drafter}"),
         *(f"paths.data={tmp_path / 'data'}", f"paths.outputs={tmp_path / 'outputs'}"),
@@ -46,10 +47,11 @@ def test_an_experiment_runs_from_prompts_to_the_page(experiment, monkeypatch, tm
             own.append("target.dtype=float32")
         if module is report:
             own.append("published=data/published.yaml")
-        capsys.readouterr()
         code = run(monkeypatch, module, *common, *own)
-        assert code == 0, f"{module.__name__}: {capsys.readouterr().err}"
-    out = capsys.readouterr().out
+        out, err = capsys.readouterr()
+        assert code == 0, f"{module.__name__}: {err}"
+        if module is fit:
+            assert "left out: 8 responses that the scorer learned from" in out
     assert "GRAFT" in out
     made = {path.name for path in (tmp_path / "data").rglob(experiment)}
     assert made == {experiment}, "each artifact goes by the experiment's name"

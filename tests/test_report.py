@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -132,12 +133,12 @@ def test_bad_input_is_one_line(reported, raced, tmp_path):
     assert reported(f"results={torn}")[0] == 0, "a half-written row is left out"
 
 
-def planted(seconds: dict[str, float]) -> Block:
+def planted(seconds: dict[str, float], prompts: int = 4) -> Block:
     """Methods that take so long a token, on one set."""
     rows = []
     for name, took in seconds.items():
         nodes = 0 if name == "ar" else int(name.rpartition("_")[2])
-        for i in range(4):
+        for i in range(prompts):
             row = {"method": name, "prompt": f"s{i}", "turn": 0, "source": "s", "conf": [0.2, 0.8]}
             row |= {"response": [1, 2, 3, 4, 5], "committed": [2, 2], "nodes": [nodes, nodes]}
             row |= {"fates": [1, 2], "paths": [[1], [nodes]]}
@@ -163,6 +164,16 @@ def test_a_tie_is_called_one():
     block = planted({"ar": 4.0, "ddtree_4": 2.0, "ddtree_8": 2.0})
     verdicts = {row[0]: row[-1] for row in tables.head_to_head(block, "ddtree_8").rows}
     assert verdicts == {"AR": "faster", "DDTree 4": "tie"}
+
+
+def test_one_prompt_a_set_gives_no_interval():
+    block = planted({"ar": 4.0, "ddtree_4": 2.0, "ddtree_8": 1.0}, prompts=1)
+    assert tables.head_to_head(block, "ddtree_8").rows[0][1:] == [
+        *("4.00x", "", "of one prompt a set: unknown"),
+    ]
+    for draw, *_ in figures.FIGURES.values():
+        if (figure := draw(block)) is not None:
+            figure.savefig(io.BytesIO())
 
 
 def test_a_round_at_a_large_budget_shows_the_gain_of_smaller_ones():

@@ -74,7 +74,10 @@ def budgets(block: Block) -> Figure | None:
             for axes, value in ((left, "mat"), (right, "speedup")):
                 points(axes, [method], value, line="")
     ticks = sorted({nodes for family in FAMILIES for nodes in fixed(block, family)})
-    for axes, what in ((left, "MAT, tokens a round"), (right, f"speedup over {block.baseline}")):
+    for axes, what in (
+        (left, "MAT, tokens a round"),
+        (right, f"speedup over {label(block.baseline)}"),
+    ):
         axes.set(xscale="log", xlabel="drafted nodes a round", ylabel=what)
         axes.set_xticks(apart(ticks), [str(t) for t in apart(ticks)])
         axes.minorticks_off()
@@ -124,6 +127,8 @@ def difficulty(block: Block) -> Figure | None:
     rows = [r for r in block.rows if r["method"] == family[measured[-1]].name]
     conf = np.array([c for row in rows for c in row["conf"]])
     paths = [path for row in rows for path in row["paths"]]
+    if len(paths) < len(THIRDS):
+        return None
     gains = 1 + np.array([np.searchsorted(path, sizes, "right") for path in paths])
     order = np.argsort(-conf, kind="stable")
     figure = Picture(figsize=(9, 3), dpi=200, layout="constrained")
@@ -193,7 +198,7 @@ def ladder(block: Block) -> Figure | None:
     )
     for place, method in enumerate(found):
         text = f"  {values[place]:.2f}x, MAT {method.mean.mat:.2f}"
-        axes.text(max(high[place], values[place]), place, text, va="center", fontsize=8)
+        axes.text(np.fmax(high[place], values[place]), place, text, va="center", fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.2)
     axes.set_xlabel(f"speedup over {label(block.baseline)}, mean over sets")

@@ -3,7 +3,7 @@
 Every cell of a table is over the responses that all methods gave. The average stands over the sets,
 each counting alike, as published tables have it. Speedup is the baseline's time per output token
 over the method's, in the same run; intervals are 95 %, by resampling the prompts of every set, all
-methods alike, so that ratios of methods are paired.
+methods alike, so that ratios of methods are paired. A set of one prompt has none (NaN).
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ def summarise(
     for i, source in enumerate(dict.fromkeys(sources)):
         mine = sources == source
         found = resampled_means(both[mine], prompts[mine].tolist(), seed=[seed, i])
+        if len(set(prompts[mine])) == 1:  # resampling it tells nothing
+            found[:] = np.nan
         pace, mat = np.hsplit(found, 2)
         speedups.append(pace[:, [base]] / pace)
         means.append(mat)

@@ -117,8 +117,8 @@ def head_to_head(block: Block, focus: str) -> TableData:
     for name, method in block.methods.items():
         if name != focus:
             value, bounds = ratio(block.methods[focus], method)
-            tie = bounds[0] <= 1 <= bounds[1]
-            verdict = "tie" if tie else "faster" if value > 1 else "slower"
+            verdict = "faster" if bounds[0] > 1 else "slower" if bounds[1] < 1 else "tie"
+            verdict = verdict if between(bounds) else "of one prompt a set: unknown"
             rows.append([label(name), f"{value:.2f}x", between(bounds), verdict])
     caption = f"{label(focus)} over the others, mean over sets: {block.title}"
     return TableData(caption, ["", "speed ratio", "95 %", label(focus) + " is"], rows)
@@ -211,8 +211,8 @@ def mats(method: Method) -> tuple[float, float]:
 
 
 def between(bounds: tuple[float, float]) -> str:
-    """[low, high]"""
-    return "[{:.2f}, {:.2f}]".format(*bounds)
+    """[low, high], nothing where there is no interval."""
+    return "" if np.isnan(bounds).any() else "[{:.2f}, {:.2f}]".format(*bounds)
 
 
 def markdown(table: TableData) -> str:
