@@ -36,6 +36,7 @@ from graft.eval.tables import Block, label
 from graft.eval.viewer import response_of
 
 SHOWN = 3  # methods whose rounds the viewer has: the focus, the best tree and the best chain
+SPOKEN = ("Results", "against the others", "Published")  # sections that the terminal shows too
 SAME = ("settings", "models")  # for one model at one temperature there is one of each
 
 TEXTS = {
@@ -103,7 +104,7 @@ def main(cfg: DictConfig) -> None:
     log.artifact("report", out)
     log.close()
     for section in sections:
-        if section.title.startswith(("Results", "Published")):
+        if section.title.startswith(SPOKEN) or section.title.endswith(SPOKEN):
             for one in section.tables:
                 console.print(one.caption, style="bold", soft_wrap=True)
                 console.print(table(one.headings, one.rows), end="\n\n")
