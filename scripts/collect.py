@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from graft.collect.anchors import collect_anchors
-from graft.collect.asking import Asker, Collected, Skipped
+from graft.collect.asking import SAMPLING, Asker, Collected, Skipped
 from graft.collect.rounds import collect_rounds
 from graft.core.errors import InputError
 from graft.core.runlog import provenance
@@ -45,7 +45,6 @@ from graft.drafters.dflash import DFlash
 
 SCHEMAS = {"rounds": rounds.SCHEMA, "anchors": anchors.SCHEMA}
 VERSIONS = {"rounds": rounds.VERSION, "anchors": anchors.VERSION}
-SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k")
 # What a collection is made by: a folder holds one kind.
 SETTINGS = {"rounds": ("method", "hist_window"), "anchors": ("hidden",)}
 

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from graft.collect.asking import Asker, LeaveOut, free_memory, leaving_out_of_memory
+from graft.collect.asking import SAMPLING, Asker, LeaveOut, free_memory, leaving_out_of_memory
 from graft.core.errors import InputError
 from graft.core.runlog import provenance
 from graft.core.types import Generation, Request
@@ -39,7 +39,6 @@ from graft.eval.benchmark import Row, measure
 from graft.eval.lossless import logit_gap
 from graft.eval.metrics import Method, ratio, summarise
 
-SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k")
 WARM_UP = 16  # tokens by every method before the first row
 Done = dict[tuple[str, int], dict[str, Row]]  # rows by (prompt, turn) and method
 

@@ -26,13 +26,14 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from graft.collect.asking import SAMPLING
 from graft.core.runlog import revision, versions
 from graft.core.types import Request
 from graft.data.prompts import Prompt
 from graft.decode import autoregressive
 from graft.eval.lossless import compare
 
-SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
+SETTINGS = (*SAMPLING, "seed")
 
 
 @stage("lossless", literal=("prompts",))
@@ -45,7 +46,7 @@ def main(cfg: DictConfig) -> None:
     drafter = instantiate(cfg.drafter, target=target)
 
     # Rows are kept only for the very same code, versions, models and settings.
-    made_by = {key: config[key] for key in ("target", "drafter", "methods", *SAMPLING)}
+    made_by = {key: config[key] for key in ("target", "drafter", "methods", *SETTINGS)}
     made_by |= {"device": str(target.device), "git": revision(), "versions": versions()}
     digest = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:12]
     folder = Path(cfg.paths.outputs) / "lossless" / digest
@@ -63,7 +64,7 @@ def main(cfg: DictConfig) -> None:
             request = Request(
                 prompt=target.encode_chat([{"role": "user", "content": prompt.turns[0]}]),
                 stop_tokens=target.stop_tokens,
-                **{key: cfg[key] for key in SAMPLING},
+                **{key: cfg[key] for key in SETTINGS},
             )
             oracle = autoregressive.generate(request, target=target)
             for name in missing:

@@ -11,12 +11,10 @@ PDF, and index.html, one file with all of it and a viewer that steps through rea
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import yaml
 from launch import WIDTH, folders_of, open_log, stage, table, tokenizer_of
 from matplotlib.figure import Figure
@@ -35,7 +33,7 @@ from graft.eval.page import FigureData, Page, Section, render
 from graft.eval.tables import Block, label
 from graft.eval.viewer import response_of
 
-SHOWN = 3  # methods whose rounds the viewer has: the focus, the best tree and the best chain
+SHOWN = 3  # methods in the viewer: the focus, then the fastest DDTree, TDES and chain
 SPOKEN = ("Results", "against the others", "Published")  # sections that the terminal shows too
 SAME = ("settings", "models")  # for one model at one temperature there is one of each
 
@@ -178,7 +176,6 @@ def where(block: Block) -> str:
 
 def draw(block: Block, out: Path, name: str) -> dict[str, FigureData]:
     """Every figure that the results allow, written as PNG and PDF; for the page as SVG."""
-    matplotlib.rcParams["axes.spines.top"] = matplotlib.rcParams["axes.spines.right"] = False
     found = {}
     for key, (figure_of, title, caption) in FIGURES.items():
         figure: Figure | None = figure_of(block)
@@ -224,9 +221,7 @@ def about(block: Block) -> dict[str, Any]:
     """What made a block, for the page."""
     keys = ("names", "settings", "models", "machine", "versions", "git", "command", "methods")
     responses = block.methods[block.baseline].responses
-    return json.loads(
-        json.dumps({key: block.made_by[key] for key in keys} | {"responses": responses})
-    )
+    return {key: block.made_by[key] for key in keys} | {"responses": responses}
 
 
 def name_of(model: str) -> str:

@@ -42,6 +42,7 @@ class Skipped:
     turns: int  # that are thereby done
 
 
+SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k")  # of a stage's config
 ONE_TOKEN = "the response is one token: nothing is drafted"
 
 
@@ -51,7 +52,7 @@ class LeaveOut(Exception):  # noqa: N818 - nothing is wrong with the program
 
 @dataclass(frozen=True)
 class Asker:
-    """Makes requests to one target; `sampling` holds the other fields of `Request`."""
+    """Makes requests to one target; `sampling` holds the fields of `Request` in SAMPLING."""
 
     target: HFTarget
     sampling: Mapping[str, Any]

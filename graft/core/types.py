@@ -122,6 +122,11 @@ class DraftTree:
         """Whether every node hangs under the one before it: causal attention is then its mask."""
         return int(self.depths[-1]) == len(self) - 1
 
+    @property
+    def chances(self) -> np.ndarray:
+        """[N - 1] the builder's probability of each drafted node after its parent."""
+        return np.exp(self.log_scores[1:] - self.log_scores[self.parents[1:]])
+
     def prefix(self, budget: int) -> DraftTree:
         """The tree of the first `budget` drafted nodes, which is what a smaller budget builds."""
         n = budget + 1

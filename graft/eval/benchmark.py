@@ -25,7 +25,7 @@ import numpy as np
 
 from graft.budgets.cost import CostTable
 from graft.core.types import Generation, Request, Round
-from graft.eval.fate import KINDS, fate
+from graft.eval.fate import KINDS, Fate, fate
 
 Row = Mapping[str, Any]
 
@@ -60,23 +60,24 @@ class Watch:
 
     def __call__(self, done: Round) -> None:
         columns = self.columns
-        kind = fate(done.tree, done.path, done.bonus, done.state.draft.tokens).kind
+        found = fate(done.tree, done.path, done.bonus, done.state.draft.tokens)
         columns["paths"].append(done.path[1:])
-        columns["fates"].append(KINDS.index(kind))
+        columns["fates"].append(KINDS.index(found.kind))
         columns["conf"].append(round(done.state.conf, 4))
         columns["budgets"].append(done.budget)
         if "trees" in columns:
-            columns["trees"].append(shown(done))
+            columns["trees"].append(shown(done, found))
 
 
-def shown(done: Round) -> dict[str, Any]:
+def shown(done: Round, found: Fate) -> dict[str, Any]:
     """A round as the report's viewer needs it: the tree, the path, the bonus, what became of it."""
-    tree, found = done.tree, fate(done.tree, done.path, done.bonus, done.state.draft.tokens)
-    steps = np.exp(tree.log_scores[1:] - tree.log_scores[tree.parents[1:]])
+    tree = done.tree
     return {
         "tokens": tree.tokens.tolist(),
         "parents": tree.parents.tolist(),
-        "chances": [round(float(step), 4) for step in steps],  # after the parent, root left out
+        "chances": [
+            round(float(chance), 4) for chance in tree.chances
+        ],  # after the parent, root left out
         "path": done.path,
         "bonus": done.bonus,
         "hung": list(found.nodes),

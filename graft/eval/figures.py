@@ -63,8 +63,7 @@ def budgets(block: Block) -> Figure | None:
     drafting = [m for m in block.methods.values() if m.mean.nodes]
     if len(drafting) < 2:
         return None
-    figure = Picture(figsize=(8, 3.4), dpi=200, layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels(2, (8, 3.4))
     for family in FAMILIES:
         mine = sorted(fixed(block, family).items())
         for axes, value in ((left, "mat"), (right, "speedup")):
@@ -131,15 +130,14 @@ def difficulty(block: Block) -> Figure | None:
         return None
     gains = 1 + np.array([np.searchsorted(path, sizes, "right") for path in paths])
     order = np.argsort(-conf, kind="stable")
-    figure = Picture(figsize=(9, 3), dpi=200, layout="constrained")
-    axes = figure.subplots(1, 3)
+    figure, axes = panels(3, (9, 3))
     for (name, color), third in zip(THIRDS, np.array_split(order, len(THIRDS)), strict=True):
         gain = gains[third].mean(0)
         best = int((gain / cost).argmax())
         axes[0].plot(sizes, gain, color=color, label=f"{name} (conf {conf[third].mean():.2f})")
         axes[2].plot(sizes, 1e3 * gain / cost, color=color)
         axes[2].plot(sizes[best], 1e3 * gain[best] / cost[best], "o", color=color, ms=5)
-        note = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "fontsize": 7}
+        note: Any = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "fontsize": 7}
         axes[2].annotate(str(sizes[best]), (sizes[best], 1e3 * gain[best] / cost[best]), **note)
     axes[1].plot(sizes, cost, color="#444444")
     axes[1].plot(measured, [family[n].mean.round_ms for n in measured], "o", color="#444444", ms=4)
@@ -207,10 +205,17 @@ def ladder(block: Block) -> Figure | None:
 
 def canvas(height: float = 3.2) -> tuple[Figure, Axes]:
     """One plot."""
-    figure = Picture(figsize=(7, height), dpi=200, layout="constrained")
-    axes: Any = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
+    figure, (axes,) = panels(1, (7, height))
     return figure, axes
+
+
+def panels(count: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    """Plots side by side; the size is in inches."""
+    figure = Picture(figsize=size, dpi=200, layout="constrained")
+    found = [figure.add_subplot(1, count, place + 1) for place in range(count)]
+    for axes in found:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, found
 
 
 def fixed(block: Block, family: str) -> dict[int, Method]:

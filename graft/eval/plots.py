@@ -128,8 +128,7 @@ def title(round: RecordedRound) -> str:
 
 def chances(tree: DraftTree) -> list[str]:
     """The builder's probability of each node after its parent, nothing at the root."""
-    steps = np.exp(tree.log_scores[1:] - tree.log_scores[tree.parents[1:]])
-    return ["", *(f"{step:.2f}".removeprefix("0") for step in steps)]
+    return ["", *(f"{chance:.2f}".removeprefix("0") for chance in tree.chances)]
 
 
 def rows(parents: Sequence[int], scores: Sequence[float]) -> list[float]:

@@ -1,7 +1,7 @@
 """Tables of results: speedup and MAT by method and set as papers print them, and why they are so.
 
-A block is one model at one temperature. `Table` is what is printed, written as Markdown, and put on
-the page; `latex` is the paper's layout.
+A block is one model at one temperature. A `TableData` is what is printed, written as Markdown, and
+put on the page; `latex` is the paper's layout.
 """
 
 from __future__ import annotations
