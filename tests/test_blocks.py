@@ -122,6 +122,6 @@ def test_a_drafter_may_propose_a_part_of_the_vocabulary(target):
     draft = drafter.propose(int(TOKENS[12]), step.taps)
     assert draft.tokens.shape == (net.config.block_size - 1, 5)
     assert set(draft.tokens.flatten().tolist()) == set(net.draft_tokens.tolist())
-    logits = target.unembed(draft.hidden)[:, net.draft_tokens].log_softmax(-1)
+    logits = target.head(draft.hidden)[:, net.draft_tokens].log_softmax(-1)
     expected = logits.sort(descending=True).values
     torch.testing.assert_close(torch.from_numpy(draft.log_probs), expected, **TIGHT)

@@ -79,7 +79,7 @@ def plain_hidden(net: DFlashNet, target: Backbone, taps: torch.Tensor, root: int
         angle = torch.arange(T + b)[:, None] * torch.cat([inverse, inverse])
         angles = angle.cos()[None], angle.sin()[None]
     else:  # scaled RoPE is transformers' own
-        angles = net._rope(taps, torch.arange(T + b)[None])
+        angles = net.rope(taps, torch.arange(T + b)[None])
 
     def visible(layer, ahead):  # as in z-lab's mask
         sliding = bool(config.layer_types) and config.layer_types[layer] == "sliding_attention"
@@ -132,7 +132,7 @@ def test_the_network_is_the_plain_rewrite(variant):
     expected = plain_hidden(net, target, taps, root=65)
     drafted = drafter(target, VARIANTS[variant]).propose(65, taps)
     torch.testing.assert_close(drafted.hidden, expected[1:], **TIGHT)
-    log_probs = target.unembed(expected[1:]).log_softmax(-1)
+    log_probs = target.head(expected[1:]).log_softmax(-1)
     best = log_probs.topk(20)
     assert drafted.tokens.tolist() == best.indices.tolist()
     torch.testing.assert_close(torch.from_numpy(drafted.log_probs), best.values, **TIGHT)
@@ -164,7 +164,7 @@ def test_bf16_keeps_its_angles_far_into_the_text():
     taps = torch.randn(900, 128)
     exact = drafter(tiny.load("qwen3", device="cpu"))
     rounded = drafter(tiny.load("qwen3", dtype="bfloat16", device="cpu"))
-    assert rounded.net._rope.inv_freq.dtype == torch.float32
+    assert rounded.net.rope.inv_freq.dtype == torch.float32
     a = exact.propose(65, taps).hidden.flatten()
     b = rounded.propose(65, taps.bfloat16()).hidden.flatten().float()
     assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.999

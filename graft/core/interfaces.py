@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from graft.core.linear import FusedLinear
 from graft.core.types import Draft, DraftTree, RoundState, Step
 
 
@@ -42,11 +43,11 @@ class BatchTarget(Protocol):
     size: int  # slots
     occupied: int
 
-    def admit(self, prompt: Sequence[int]) -> torch.Tensor:
-        """Put a prompt into the next free slot; logits [V] after it."""
+    def admit(self, prompt: Sequence[int]) -> Step:
+        """Put a prompt into the next free slot; logits [1, V] after it."""
         ...
 
-    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+    def step(self, tokens: Sequence[int]) -> Step:
         """Append one token to every occupied slot; logits [occupied, V] after them."""
         ...
 
@@ -66,6 +67,8 @@ class Backbone(Protocol):
     num_layers: int
 
     config: Any  # the target's, of transformers
+    embedding: torch.Tensor  # [V, H]
+    head: FusedLinear  # final hidden states [..., H] -> logits [..., V]
 
     def tap(self, layer_ids: Sequence[int]) -> None:
         """From now on `Step.taps` holds the outputs of these blocks (0-based), in this order."""
@@ -73,10 +76,6 @@ class Backbone(Protocol):
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Input embeddings: [...] int64 -> [..., H]."""
-        ...
-
-    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of final hidden states: [..., H] -> [..., V]."""
         ...
 
     def head_rows(self, tokens: torch.Tensor | None) -> torch.Tensor:

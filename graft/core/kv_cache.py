@@ -26,6 +26,11 @@ class KVCache:
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
+    def buffer(self) -> torch.Tensor:
+        """[layers, 2, 1, heads, capacity, head_dim]; growing makes another one."""
+        return self._buffer
+
+    @property
     def capacity(self) -> int:
         """Rows allocated."""
         return self._buffer.shape[4]

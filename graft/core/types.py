@@ -149,6 +149,7 @@ class Step:
     taps: (
         torch.Tensor
     )  # [N, n_taps * H] outputs of the tapped blocks, [N, 0] when nothing is tapped
+    best: np.ndarray | None = None  # [N] int64 argmax of the logits, where the pass gave it
 
 
 @dataclass(frozen=True)

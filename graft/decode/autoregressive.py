@@ -34,14 +34,14 @@ def stream(request: Request, *, target: Target) -> Rounds:
     response = Response(request)
     nothing = np.empty(0, np.int64), np.empty(0, np.float32)
     with clock("prefill"):
-        token = sampler.draws(target.prefill(request.prompt).logits)(0)
+        token = sampler.draws(target.prefill(request.prompt))(0)
     yield response.extend([token])
     while not response.finished:
         with clock("verify"):
             step = target.verify(chain_tree(token, *nothing))
             target.commit([0])
         with clock("accept"):
-            token = sampler.draws(step.logits)(0)
+            token = sampler.draws(step)(0)
         yield response.extend([token])
     passes = len(response.tokens) - 1
     return Generation(

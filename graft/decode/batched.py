@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from graft.core.interfaces import BatchTarget
-from graft.core.types import Request
+from graft.core.types import Request, Step
 from graft.decode.response import Response, check_fits
 from graft.decode.sampling import Sampler
 
@@ -54,7 +53,7 @@ def respond(
             key, request = job
             check_fits(request, target, beyond=beyond)
             sampler, response = Sampler(request, target.device), Response(request)
-            response.extend([sampler.draws(target.admit(request.prompt)[None])(0)])
+            response.extend([sampler.draws(target.admit(request.prompt))(0)])
             running.append(_Running(key, request, sampler, response, []))
         if not running:
             return
@@ -66,8 +65,8 @@ def respond(
                 running.pop()
                 yield answer
         if running:
-            logits = target.step([one.last for one in running])
-            for one, token in zip(running, _draw(running, logits), strict=True):
+            step = target.step([one.last for one in running])
+            for one, token in zip(running, _draw(running, step), strict=True):
                 one.extend(token)
             yield None
 
@@ -103,12 +102,12 @@ class _Running:
         return Answer(self.key, tokens, self.beyond, stopped=stopped, looped=False)
 
 
-def _draw(running: Sequence[_Running], logits: torch.Tensor) -> list[int]:
+def _draw(running: Sequence[_Running], step: Step) -> list[int]:
     """The next token of each slot; greedy ones share one pass over the logits."""
     greedy = next((one.sampler for one in running if one.request.temperature == 0), None)
-    shared = greedy.draws(logits) if greedy else None
+    shared = greedy.draws(step) if greedy else None
     return [
-        shared(slot) if shared and one.request.temperature == 0 else one.sampler.draws(logits)(slot)
+        shared(slot) if shared and one.request.temperature == 0 else one.sampler.draws(step)(slot)
         for slot, one in enumerate(running)
     ]
 

@@ -41,7 +41,7 @@ def stream(
     drafter.reset()
     with clock("prefill"):
         step = target.prefill(request.prompt)
-        root = sampler.draws(step.logits)(0)
+        root = sampler.draws(step)(0)
     taps, context_length = step.taps, len(request.prompt)
     accepted: list[int] = []
     nodes: list[int] = []
@@ -60,7 +60,7 @@ def stream(
         with clock("verify"):
             step = target.verify(tree)
         with clock("accept"):
-            path, bonus = accept(tree, sampler.draws(step.logits))
+            path, bonus = accept(tree, sampler.draws(step))
         with clock("commit"):
             target.commit(path)
             taps = step.taps[path]

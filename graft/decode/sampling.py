@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from graft.core.types import Request
+from graft.core.types import Request, Step
 
 
 class Sampler:
@@ -22,10 +22,13 @@ class Sampler:
         self._request = request
         self._generator = torch.Generator(device).manual_seed(request.seed)
 
-    def draws(self, logits: torch.Tensor) -> Callable[[int], int]:
-        """Give the function that maps a node to the target's token after it, for logits [N, V]."""
+    def draws(self, step: Step) -> Callable[[int], int]:
+        """Give the function that maps a node of a pass to the target's token after it."""
+        logits, best = step.logits, step.best
         if self._request.temperature > 0:
             return lambda node: self._draw(logits[node])
+        if best is not None:
+            return lambda node: int(best[node])
         # On a CPU only the rows on the path, by numpy: torch's argmax over all of them is slow.
         if logits.device.type == "cpu":
             return lambda node: int(logits[node].float().numpy().argmax())

@@ -21,6 +21,7 @@ from graft.core.kv_cache import KVCache
 from graft.core.linear import FusedLinear, can_pack, cast_parameters, pack_linears
 from graft.core.types import Draft, Drafts
 from graft.drafters import dflash_checkpoint
+from graft.drafters.compiled import compiled
 from graft.drafters.dflash_config import DFlashConfig, for_target
 from graft.drafters.dflash_net import DFlashNet
 
@@ -39,14 +40,15 @@ class DFlash:
         vocabulary = "" if net.draft_tokens is None else str(net.draft_tokens.tolist())
         self.fingerprint = fingerprint(net, f"{config} {vocabulary}")
         cast_parameters(net, target.device, target.dtype)
+        self.head, self._vocabulary = target.head, None
+        if net.draft_tokens is not None:
+            self._vocabulary = net.draft_tokens.to(target.device)
+            self.head = head_over(target.head_rows(net.draft_tokens), target)
+        self._compiled = compiled(net, target, self.head)
         self.net = net
         if can_pack(net.fc.weight):
             self.net = copy.deepcopy(net)  # a packed network cannot be trained on or saved
-            pack_linears(self.net)
-        self.head, self._vocabulary = target.unembed, None
-        if net.draft_tokens is not None:
-            self._vocabulary = net.draft_tokens.to(target.device)
-            self.head = head_over(target.head_rows(net.draft_tokens))
+            pack_linears(self.net, native=self.head.native is not None)
         target.tap(config.target_layer_ids)
         block = [config.mask_token_id] * config.block_size
         self._block = torch.tensor(block, device=target.device)
@@ -65,6 +67,8 @@ class DFlash:
     @torch.inference_mode()
     def propose(self, root: int, taps: torch.Tensor) -> Draft:
         """Draft D positions after `root`, given the taps [n, n_taps * H] of n new tokens."""
+        if self._compiled is not None:
+            return self._compiled.draft(root, taps, self._cache, self.candidates)
         cache, device = self._cache, self._target.device
         new, end = len(taps), cache.length + len(taps) + self.config.block_size
         positions = torch.arange(cache.length, end, device=device)
@@ -94,12 +98,12 @@ class DFlash:
         )
 
 
-def head_over(rows: torch.Tensor) -> FusedLinear:
-    """A head of these rows [n, H], packed where the platform can."""
+def head_over(rows: torch.Tensor, target: Backbone) -> FusedLinear:
+    """A head of these rows [n, H], packed as the target's is."""
     with torch.device("meta"):
         linear = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
     linear.weight = nn.Parameter(rows, requires_grad=False)
-    return FusedLinear([linear])
+    return FusedLinear([linear], native=target.head.native is not None)
 
 
 def check_fits(config: DFlashConfig, target: Backbone, name: str) -> None:

@@ -43,7 +43,7 @@ def load(checkpoint: str) -> DFlashNet:
     try:
         with torch.device("meta"):  # the weights come from the file: draw none
             net = DFlashNet(config)
-        net._rope = rotary_embedding(config)
+        net.rope = rotary_embedding(config)
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"drafter {checkpoint}: config.json makes no network ({error})") from error
     state: dict[str, torch.Tensor] = {}

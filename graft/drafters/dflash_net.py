@@ -43,7 +43,7 @@ class DFlashNet(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self._rope = rotary_embedding(config)
+        self.rope = rotary_embedding(config)
 
     def context(
         self, taps: torch.Tensor, positions: torch.Tensor
@@ -53,14 +53,14 @@ class DFlashNet(nn.Module):
         The context's positions [1, n] are the same in every sequence.
         """
         features = self.hidden_norm(self.fc(taps))
-        rope = self._rope(features, positions)
+        rope = self.rope(features, positions)
         return [cast(_Layer, layer).self_attn.keys_values(features, rope) for layer in self.layers]
 
     def forward(
         self, blocks: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """Final hidden states [batch, m, H] of embedded blocks [batch, m, H] at [batch, m]."""
-        rope = self._rope(blocks, positions)
+        rope = self.rope(blocks, positions)
         for index, layer in enumerate(self.layers):
             blocks = layer(blocks, rope, lambda q, k, v, i=index: attend(i, q, k, v))
         return self.norm(blocks)

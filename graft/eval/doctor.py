@@ -256,5 +256,5 @@ def _reread(net: DFlashNet, reading: Reading) -> DFlashNet:
     twin = copy.copy(net)
     twin._modules = dict(net._modules)
     twin.config = dataclasses.replace(net.config, **changes)
-    twin._rope = rotary_embedding(twin.config).to(net.norm.weight.device)
+    twin.rope = rotary_embedding(twin.config).to(net.norm.weight.device)
     return twin

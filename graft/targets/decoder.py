@@ -6,7 +6,9 @@ transformers loads the weights and stays the reference (tests compare logits in 
 decoding pass on a CPU is bound by the number of calls, and its module tree makes about 6,800 of
 them for 30 layers. Here Q, K and V are one product, gate and up another, the cache is written in
 place, and grouped queries are folded into the query axis instead of repeating keys: about 1.7x
-faster per pass than transformers, 1.3x of which is prepacked weights (`core/linear.py`).
+faster per pass than transformers, 1.3x of which is prepacked weights (`core/linear.py`). On a CPU
+the short passes of decoding take one call for all of it (`compiled.py`); this is their reference,
+and what reads long texts.
 
 Which rows see which is the caller's: `attend` gets a layer's queries, keys and values. One sequence
 over a cache, many over slots (`slots.py`) and whole texts without a cache share everything else.
@@ -15,6 +17,7 @@ over a cache, many over slots (`slots.py`) and whole texts without a cache share
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,35 +26,32 @@ from torch.nn.attention.bias import causal_lower_right
 
 from graft.core.kv_cache import KVCache
 from graft.core.linear import FusedLinear
-from graft.targets.family import Family, FeedForward
+from graft.targets.family import Family, Fuse
 
 # (layer, queries [1, heads, n, d], keys and values [1, kv_heads, n, d]) -> [1, heads, n, d]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def swiglu(mlp: Any) -> FeedForward:
+class SwiGLU:
     """down(act(gate x) * up x), gate and up in one product."""
-    gate_up, down, act = (
-        FusedLinear([mlp.gate_proj, mlp.up_proj]),
-        FusedLinear([mlp.down_proj]),
-        mlp.act_fn,
-    )
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up(x).chunk(2, -1)
-        return down(act(gate) * up)
+    def __init__(self, mlp: Any, fuse: Fuse) -> None:
+        self.gate_up, self.down = fuse([mlp.gate_proj, mlp.up_proj]), fuse([mlp.down_proj])
+        self._act = mlp.act_fn
 
-    return forward
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(self._act(gate) * up)
 
 
 class RMSNorm:
     """x / rms(x) * weight over the last axis, in fp32 inside (torch's fused op)."""
 
     def __init__(self, module: Any) -> None:
-        self._weight, self._eps = module.weight.detach(), module.variance_epsilon
+        self.weight, self.eps = module.weight.detach(), module.variance_epsilon
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class QKNorm:
@@ -59,6 +59,7 @@ class QKNorm:
 
     def __init__(self, attention: Any) -> None:
         queries, keys = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+        self.queries, self.keys = queries, keys
         heads = attention.q_proj.out_features // len(queries)
         kv_heads = attention.k_proj.out_features // len(keys)
         rows = torch.stack([queries] * heads + [keys] * kv_heads)
@@ -69,24 +70,28 @@ class QKNorm:
 
 
 class Decoder:
-    """Embedding, blocks, final norm and head of a transformers causal LM, which it takes apart."""
+    """Embedding, blocks, final norm and head of a transformers causal LM, which it takes apart.
 
-    def __init__(self, model: Any, family: Family) -> None:
+    `native` lets linear layers use our kernels where they are (`core/linear.py`).
+    """
+
+    def __init__(self, model: Any, family: Family, *, native: bool) -> None:
         config, body = model.config, model.model
+        fuse = partial(FusedLinear, native=native)
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.embedding, self._rope = body.embed_tokens, body.rotary_emb
-        self._norm, self.head = RMSNorm(body.norm), FusedLinear([model.lm_head])
+        self.embedding, self.rope = body.embed_tokens, body.rotary_emb
+        self.norm, self.head = RMSNorm(body.norm), fuse([model.lm_head])
         self.head_weight = model.lm_head.weight.detach()  # plain, beside the packed one
-        self._blocks = []
+        self.blocks = []
         for layer in body.layers:
-            self._blocks.append(_Block(layer, family))
+            self.blocks.append(Block(layer, family, fuse))
             layer.self_attn = layer.mlp = None  # the fused copy is the only one kept
         self.tapped: list[int] = []
 
     @property
     def num_layers(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     def new_cache(self) -> KVCache:
         """An empty cache of this model's shape, dtype and device."""
@@ -113,11 +118,11 @@ class Decoder:
         """
         n, heads, kv_heads = len(tokens), self.heads, self.kv_heads
         x = self.embedding(tokens)[None]  # [1, n, H]
-        cos, sin = self._rope(x, positions[None])  # [1, n, head_dim] each
+        cos, sin = self.rope(x, positions[None])  # [1, n, head_dim] each
         half = self.head_dim // 2
         cos, sin = cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
         taps: dict[int, torch.Tensor] = {}
-        for index, block in enumerate(self._blocks[:blocks]):
+        for index, block in enumerate(self.blocks[:blocks]):
             qkv = block.qkv(block.attention_norm(x)).view(1, n, -1, self.head_dim).transpose(1, 2)
             rotated, values = qkv.split((heads + kv_heads, kv_heads), 1)
             if block.qk_norm is not None:
@@ -161,20 +166,20 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head: last block's output [n, H] -> [n, V]."""
-        return self.head(self._norm(hidden))
+        return self.head(self.norm(hidden))
 
 
-class _Block:
+class Block:
     """The weights of one block, fused."""
 
-    def __init__(self, layer: Any, family: Family) -> None:
+    def __init__(self, layer: Any, family: Family, fuse: Fuse) -> None:
         attention = layer.self_attn
         self.attention_norm = RMSNorm(layer.input_layernorm)
-        self.qkv = FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.qkv = fuse([attention.q_proj, attention.k_proj, attention.v_proj])
         self.qk_norm = QKNorm(attention) if family.qk_norm else None
-        self.output = FusedLinear([attention.o_proj])
+        self.output = fuse([attention.o_proj])
         self.feed_forward_norm = RMSNorm(layer.post_attention_layernorm)
-        self.feed_forward = family.feed_forward(layer.mlp)
+        self.feed_forward = family.feed_forward(layer.mlp, fuse)
 
 
 def _grouped_attention(

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 import graft.targets
 from graft.core.errors import InputError
+from graft.core.linear import FusedLinear
 
 FeedForward = Callable[[torch.Tensor], torch.Tensor]
+Fuse = Callable[[Sequence[nn.Linear]], FusedLinear]  # how layers are fused and packed
 
 
 @dataclass(frozen=True)
 class Family:
     """What sets one architecture apart from the others that share `decoder.Decoder`."""
 
-    feed_forward: Callable[[Any], FeedForward]  # from the block's `mlp` module to what runs
+    feed_forward: Callable[[Any, Fuse], FeedForward]  # from the block's `mlp` module to what runs
     qk_norm: bool = False  # per-head RMSNorm on queries and keys before RoPE
     chat_options: dict[str, Any] = field(default_factory=dict)  # handed to the chat template
 

@@ -2,8 +2,9 @@
 prefill, verify, commit.
 
 Verification is one pass over root and nodes: position = context length + depth, and every node sees
-the context, its ancestors and itself. A chain is plain causal attention; only a real tree gets a
-mask of its own.
+the context, its ancestors and itself. On a CPU with a compiler every pass is one call
+(`compiled.py`); else it goes through torch, where a chain is plain causal attention and only a real
+tree gets a mask of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
@@ -23,14 +25,21 @@ from transformers.utils import logging as transformers_logging
 from graft.core.errors import InputError
 from graft.core.fingerprint import fingerprint
 from graft.core.types import DraftTree, Step
+from graft.native.calls import ROWS, Rows
+from graft.targets.compiled import network_of
 from graft.targets.decoder import Decoder
 from graft.targets.family import family_of
 
 
 class HFTarget:
-    """A causal LM with one cache. Satisfies `Target` and `Backbone`."""
+    """A causal LM with one cache. Satisfies `Target` and `Backbone`.
 
-    def __init__(self, model: Any, tokenizer: Any, *, name: str) -> None:
+    `passes` is auto, or eager: through torch, the reference that compiled passes are tested with.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, name: str, passes: str = "auto") -> None:
+        if passes not in ("auto", "eager"):
+            raise InputError(f"target.passes must be auto or eager, not {passes}")
         config = model.config
         self.config, family = config, family_of(config)
         _check_finite(model, name)
@@ -40,11 +49,13 @@ class HFTarget:
         self.hidden_size, self.max_context = config.hidden_size, config.max_position_embeddings
         self.stop_tokens = _stop_tokens(model, tokenizer)
         self._chat_options = family.chat_options
-        self.decoder = Decoder(model, family)
+        self.decoder = Decoder(model, family, native=passes == "auto")
+        self._network = network_of(self.decoder, config)
         self.num_layers = self.decoder.num_layers
-        self.vocab_size = self.decoder.embedding.num_embeddings
-        weight = self.decoder.embedding.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        self.embedding = self.decoder.embedding.weight.detach()  # [V, H]
+        self.head = self.decoder.head  # normalised hidden states [..., H] -> logits [..., V]
+        self.vocab_size = len(self.embedding)
+        self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.cache = self.decoder.new_cache()
 
     @torch.inference_mode()
@@ -53,6 +64,8 @@ class HFTarget:
         if len(tokens) == 0:
             raise InputError("the prompt is empty")
         self.cache.reset()
+        if self._network is not None:
+            return self._prefill(np.asarray(tokens, np.int64))
         ids = torch.as_tensor(tokens, device=self.device)
         positions = torch.arange(len(ids), device=self.device)
         hidden, taps = self._run(ids, positions, mask=None)
@@ -62,6 +75,8 @@ class HFTarget:
     @torch.inference_mode()
     def verify(self, tree: DraftTree) -> Step:
         """Logits [N, V] and taps [N, n_taps * H] of the nodes, each as if its path were decoded."""
+        if self._network is not None:
+            return self._pass(tree.tokens, tree.depths, tree.visible)
         ids = torch.from_numpy(tree.tokens).to(self.device)
         positions = torch.from_numpy(tree.depths).to(self.device) + self.cache.length
         hidden, taps = self._run(ids, positions, mask=self.mask(tree))
@@ -104,6 +119,32 @@ class HFTarget:
         hidden, taps = self.decoder.run(tokens, positions, attend, blocks=blocks)
         return hidden.split(lengths), taps.split(lengths)
 
+    def _prefill(self, tokens: np.ndarray) -> Step:
+        """A few rows at a time: a whole prompt's would not stay in the processor's cache."""
+        taps = []
+        for first in range(0, len(tokens), ROWS):
+            part = tokens[first : first + ROWS]
+            n, last = len(part), first + ROWS >= len(tokens)
+            causal = np.tri(n, dtype=bool)
+            step = self._pass(part, np.arange(n), causal, first=n - 1 if last else n)
+            self.cache.commit(range(n))
+            taps.append(step.taps)
+        return Step(step.logits, torch.cat(taps), step.best)
+
+    def _pass(
+        self, tokens: np.ndarray, depths: np.ndarray, visible: np.ndarray, *, first: int = 0
+    ) -> Step:
+        """A compiled pass behind the cache's committed rows; logits of the rows from `first` on."""
+        assert self._network is not None
+        length = self.cache.length
+        self.cache.reserve(len(tokens))
+        rows = [Rows(self.cache.buffer, length, visible)]
+        tapped = self.decoder.tapped
+        logits, best, taps = self._network.decode(
+            tokens, depths + length, rows, tapped=tapped, first=first
+        )
+        return Step(logits, taps, best)
+
     def _run(
         self, ids: torch.Tensor, positions: torch.Tensor, *, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,10 +171,6 @@ class HFTarget:
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Input embeddings [..., H] of tokens [...]."""
         return self.decoder.embedding(tokens)
-
-    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] of normalised hidden states [..., H]."""
-        return self.decoder.head(hidden)
 
     def head_rows(self, tokens: torch.Tensor | None) -> torch.Tensor:
         """The head's weights [n, H] for tokens [n], or all of them [V, H]."""
@@ -164,7 +201,9 @@ class HFTarget:
         )
 
 
-def load(model: str, *, dtype: str = "float32", device: str = "auto") -> HFTarget:
+def load(
+    model: str, *, dtype: str = "float32", device: str = "auto", passes: str = "auto"
+) -> HFTarget:
     """Load a hub id or a local transformers folder, safetensors only. Raises InputError."""
     transformers_logging.disable_progress_bar()
     path = Path(model).expanduser()
@@ -202,7 +241,7 @@ def load(model: str, *, dtype: str = "float32", device: str = "auto") -> HFTarge
         raise InputError(
             f"cannot load target {model}: {str(error).strip().splitlines()[0]}"
         ) from error
-    return HFTarget(hf.eval().to(parse_device(device)), tokenizer, name=model)
+    return HFTarget(hf.eval().to(parse_device(device)), tokenizer, name=model, passes=passes)
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from graft.core.linear import pack_linears
-from graft.targets.decoder import swiglu
-from graft.targets.family import Family, FeedForward
+from graft.targets.decoder import SwiGLU
+from graft.targets.family import Family, FeedForward, Fuse
 
 
-def feed_forward(mlp: Any) -> FeedForward:
+def feed_forward(mlp: Any, fuse: Fuse) -> FeedForward:
     """The block's expert mixture as it is, or a plain SwiGLU in the layers that have no experts."""
     if not hasattr(mlp, "experts"):
-        return swiglu(mlp)
-    pack_linears(mlp)
+        return SwiGLU(mlp, fuse)
+    pack_linears(mlp, native=False)  # experts see a row or two each
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         mixed = mlp(x)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from graft.core.errors import InputError
+from graft.core.types import Step
 from graft.targets.hf import HFTarget
 
 GROWTH = 64  # rows
@@ -34,18 +35,18 @@ class Slots:
         self._buffer = torch.zeros(shape, dtype=target.dtype, device=target.device)
 
     @torch.inference_mode()
-    def admit(self, prompt: Sequence[int]) -> torch.Tensor:
-        """Put a prompt into the next free slot; logits [V] of its first answer token."""
-        logits = self._target.prefill(prompt).logits[0]
+    def admit(self, prompt: Sequence[int]) -> Step:
+        """Put a prompt into the next free slot; logits [1, V] of its first answer token."""
+        step = self._target.prefill(prompt)
         rows = self._target.cache.rows()  # [layers, 2, 1, kv_heads, T, d]
         self._reserve(len(prompt))
         self._buffer[:, :, self.occupied, :, : len(prompt)] = rows[:, :, 0]
         self._lengths[self.occupied] = len(prompt)
         self.occupied += 1
-        return logits
+        return step
 
     @torch.inference_mode()
-    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+    def step(self, tokens: Sequence[int]) -> Step:
         """Append one token to every occupied slot: tokens [m] -> logits [m, V]."""
         m, device = self.occupied, self._target.device
         assert len(tokens) == m, "one token a slot"
@@ -82,9 +83,9 @@ class Slots:
             return torch.cat(parts).reshape(m, heads, d).transpose(0, 1)[None]
 
         ids = torch.tensor(tokens, device=device)
-        final, _ = self._decoder.run(ids, lengths, attend)
+        final, taps = self._decoder.run(ids, lengths, attend)
         self._lengths[:m] += 1
-        return self._decoder.logits(final)
+        return Step(self._decoder.logits(final), taps)
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:

@@ -74,9 +74,14 @@ def model(
 
 
 def load(
-    family: str = "qwen3", *, seed: int = 0, dtype: str = "float32", device: str = "auto"
+    family: str = "qwen3",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    device: str = "auto",
+    passes: str = "auto",
 ) -> HFTarget:
     """The random model as a target."""
     weights = model(family, seed=seed)
     cast_parameters(weights, parse_device(device), parse_dtype(dtype))
-    return HFTarget(weights, tokenizer(), name=f"tiny-{family}")
+    return HFTarget(weights, tokenizer(), name=f"tiny-{family}", passes=passes)
