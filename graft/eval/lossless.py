@@ -1,8 +1,9 @@
 """Is a method's output the target's own? Compare it with plain decoding, and explain a difference.
 
-In fp32 at T = 0 the answer must be yes. In bf16 a pass over 17 rows rounds differently from a pass
-over one, and a near-tie may flip; the gap between the two tokens' logits in a plain pass over the
-same prefix says whether it was one.
+In fp32 at T = 0 the answer must be yes, and in any dtype where a row's bits do not depend on the
+rows beside it (compiled passes on a CPU). Elsewhere a bf16 pass over 17 rows rounds differently
+from a pass over one, and a near-tie may flip; the gap between the two tokens' logits in a plain
+pass over the same prefix says whether it was one.
 """
 
 from __future__ import annotations

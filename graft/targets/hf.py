@@ -58,6 +58,11 @@ class HFTarget:
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.cache = self.decoder.new_cache()
 
+    @property
+    def invariant(self) -> bool:
+        """Whether a row's bits do not depend on the rows beside it: bf16 is then lossless too."""
+        return self._network is not None
+
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int]) -> Step:
         """Start a response: tokens [T] -> logits [1, V] of the last one, taps [T, n_taps * H]."""
