@@ -128,7 +128,7 @@ class Bilinear(Nothing):
         self.state = nn.Linear(state_size, width, bias=False)  # the state's own say on the child
         self.depth = nn.Embedding(depth, width)
         self.none = nn.Parameter(torch.zeros(width))
-        self.drop = nn.Dropout(dropout)
+        self.drop = nn.Dropout1d(dropout)  # of a fan's parent and grandparent, the same channels
         nn.init.zeros_(self.depth.weight)
         nn.init.normal_(self.child.weight, std=0.1 * hidden_size**-0.5)
         if two_parents:
@@ -142,7 +142,8 @@ class Bilinear(Nothing):
         if self._two_parents:
             known = (edges.depths > 1)[:, None, None]  # the root's predecessor is not in a draft
             query = torch.cat((query, sides["grandparent"] * (gate * known)), 1)
-        return self.drop(query) @ _with_none(sides["child"], self.none).transpose(1, 2)
+        child = _with_none(sides["child"], self.none)
+        return (child @ self.drop(query.transpose(1, 2))).transpose(1, 2)
 
 
 def _with_none(child: torch.Tensor, none: torch.Tensor) -> torch.Tensor:
