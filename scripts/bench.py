@@ -13,6 +13,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from graft.trees.best_first import expand, expand_reference
 from graft.trees.tdes import TDES
 
 DRAFTER = "the drafter, head and candidates included, ms"
+RUNGS: dict[str, dict[str, bool]] = {"r5": {}, "r6": {"two_parents": True}}
 ROWS = (1, 4, 8, 16, 32, 64, 128)  # of a verify pass, root included
 
 
@@ -53,7 +55,7 @@ def main(cfg: DictConfig) -> None:
 
     sections: dict[str, Callable[[], dict[str, float]]] = {
         "tree building (D = 15, K = 64)": partial(tree_building, cfg.repeats),
-        "edge scoring and tree building (D = 15, K = 32, random scorer)": partial(
+        "edge scoring and tree building (random scorers)": partial(
             scored_trees, target, cfg.repeats
         ),
         f"passes at context {cfg.context}": partial(
@@ -107,22 +109,24 @@ def tree_building(repeats: int) -> dict[str, float]:
 
 
 def scored_trees(target: Any, repeats: int) -> dict[str, float]:
-    """Scores of all edges of a draft, and the tree out of them, by the largest rung but r6."""
-    model = {"term": "bilinear", "mode": "normalised", "depth": 15, "width": 64, "dropout": 0.0}
-    model |= {"hidden_size": target.hidden_size, "state_size": target.hidden_size}
-    net = build_scorer(model)
+    """Logits of a draft's edges, and the tree out of them, by the two largest rungs."""
     every = torch.arange(target.vocab_size, device=target.device)
-    tables = net.to(target.device).tables(target.embed(every))
-    scorer = EdgeScorer(net, tables, {"depth": 15, "candidates": 32})
-    draft = random_draft(15, 32, min(target.vocab_size, 2000))
-    hidden = torch.randn(15, target.hidden_size, device=target.device)
-    draft = dataclasses.replace(draft, hidden=hidden)
-    builder = TDES(scorer)
-    functions: dict[Any, Callable[[], object]] = {"scores": partial(scorer.edge_scores, draft)}
-    functions |= {budget: partial(builder.build, draft, budget) for budget in (64, 256, 512)}
-    took = medians(functions, 10 * repeats)
-    rows = {"scores alone, us": 1e6 * took["scores"]}
-    return rows | {f"budget {b}, us": 1e6 * took[b] for b in (64, 256, 512)}
+    functions: dict[str, Callable[[], object]] = {}
+    for (rung, more), (D, K) in product(RUNGS.items(), ((7, 16), (15, 32))):
+        model = {"term": "bilinear", "mode": "normalised", "depth": D, "width": 64, "dropout": 0.0}
+        model |= {"hidden_size": target.hidden_size, "state_size": target.hidden_size, **more}
+        net = build_scorer(model).to(target.device)
+        tables = net.tables(target.embed(every))
+        scorer = EdgeScorer(net, tables, {"depth": D, "candidates": K})
+        draft = random_draft(D, K, min(target.vocab_size, 2000))
+        hidden = torch.randn(D, target.hidden_size, device=target.device)
+        draft = dataclasses.replace(draft, hidden=hidden)
+        label = f"{rung}, D = {D}, K = {K}"
+        functions[f"{label}, logits alone, us"] = partial(scorer.edge_logits, draft)
+        for budget in (64, 512):
+            build = partial(TDES(scorer).build, draft, budget)
+            functions[f"{label}, budget {budget}, us"] = build
+    return {label: 1e6 * took for label, took in medians(functions, 10 * repeats).items()}
 
 
 def passes(target: Any, drafter: Any, context: int, repeats: int) -> dict[str, float]:

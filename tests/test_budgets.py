@@ -675,10 +675,10 @@ def test_too_few_edges_calibrate_nothing():
 @given(drafts(max_depth=4, max_candidates=5), st.integers(1, 40), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_a_path_is_as_likely_as_all_its_edges(draft, budget, scored):
-    tokens, scores = AnyScorer().edge_scores(draft)
+    tokens, logits = AnyScorer().edge_logits(draft)
     trees = [expand(draft, budget), expand(draft, 3), expand(draft, 1)]
     if scored:  # scores above 0 among them
-        trees = [expand_edges(draft.root, tokens, scores, n) for n in (budget, 3, 1)]
+        trees = [expand_edges(draft.root, tokens, logits, n) for n in (budget, 3, 1)]
     sizes = [len(tree) - 1 for tree in trees]
     padded = {
         name: np.zeros((3, max(sizes)), kind)

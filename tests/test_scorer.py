@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -35,6 +36,7 @@ from graft.scorer.losses import scorer_losses, target_distribution
 from graft.targets import tiny
 from graft.training.scorer_data import EdgeBatches, EdgeData, Fans, fans_of_anchors, fans_of_round
 from graft.training.scorer_module import build
+from graft.trees.best_first import fan
 from graft.trees.ddtree import DDTree
 from graft.trees.tdes import TDES
 
@@ -182,18 +184,22 @@ def test_decoding_scores_an_edge_as_training_did(rung, data):
     scorer = module.edge_scorer()
     fans = fans_of_anchors(response, np.random.default_rng(0))
     edges = fans.edges(torch.device("cpu"))
-    trained = module.scorer.eval().scores(edges, module.scorer.sides(edges, module._embedding))
+    net = module.scorer.eval()
+    trained = net(edges, net.sides(edges, module._embedding)).sum(1)
+    if net.mode == "normalised":
+        trained = trained.log_softmax(-1)[:, :-1]
     ranks, checked = response.ranks(), 0
     places = [
         (a, d) for a in range(len(ranks)) for d in range(D) if d == 0 or (ranks[a, :d] < K).all()
     ]
     assert len(places) == len(fans)
-    for (a, d), wanted in zip(places, trained[:, 0].detach().numpy(), strict=True):
-        _, scores = scorer.edge_scores(response.drafts[a])
-        assert scores.shape == (D, K if rung in ("r2", "r6") else 1, K, K)
-        parent = ranks[a, d - 1] if d > 0 else 0
-        grand = ranks[a, d - 2] if d > 1 and scores.shape[1] > 1 else 0
-        np.testing.assert_allclose(scores[d, grand, parent], wanted, rtol=0.01, atol=0.02)
+    for (a, d), wanted in zip(places, trained.detach().numpy(), strict=True):
+        _, logits = scorer.edge_logits(response.drafts[a])
+        rows = 1 + K * (2 if rung in ("r2", "r6") else 1)
+        assert logits.shape == (D, rows, K + (net.mode == "normalised"))
+        parent, grand = (ranks[a, d - up] if d >= up else 0 for up in (1, 2))
+        scores = fan(logits[d], grand=grand, parent=parent, candidates=K)
+        np.testing.assert_allclose(scores, wanted, rtol=0.01, atol=0.02)
         checked += 1
     assert checked > 150
 
@@ -202,9 +208,11 @@ def test_decoding_scores_an_edge_as_training_did(rung, data):
 def test_normalised_scores_are_log_probabilities(rung, data):
     scorer = shaken(rung, data).edge_scorer()
     for i in range(5):
-        _, scores = scorer.edge_scores(Planted().response(0).drafts[i])
-        assert (scores <= 0).all()
-        assert (np.exp(scores).sum(-1) <= 1 + 1e-5).all(), "none of these keeps its share"
+        _, logits = scorer.edge_logits(Planted().response(0).drafts[i])
+        for rows, grand, parent in itertools.product(logits, range(K), range(K)):
+            scores = fan(rows, grand=grand, parent=parent, candidates=K)
+            assert (scores <= 0).all()
+            assert np.exp(scores).sum() <= 1 + 1e-5, "none of these keeps its share"
 
 
 def test_a_scorer_that_knows_nothing_is_ddtree(data):
@@ -243,11 +251,12 @@ def test_a_planted_edge_function_is_found():
     assert spearmanr(centred[0].ravel(), centred[1].ravel()).statistic > 0.95
 
     class Oracle:
-        def edge_scores(self, draft: Draft):
+        def edge_logits(self, draft: Draft):
             parents = np.concatenate((np.full((1, K), draft.root), draft.tokens[:-1]))
             logits = draft.log_probs[:, None] + world.g[parents[:, :, None], draft.tokens[:, None]]
             logits = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-            return draft.tokens, logits[:, None].astype(np.float32)
+            logits = np.concatenate((np.zeros((D, 1, K)), logits), 1)
+            return draft.tokens, logits.astype(np.float32)
 
     unseen = [world.response(seed) for seed in range(500, 530)]
 
@@ -431,10 +440,10 @@ def test_a_scorer_of_other_models_is_refused(trained, tmp_path, collected, monke
         scorer.check_fits(scorer.config["target"], "x")
     few = Draft(0, draft.tokens[:, :4], draft.log_probs[:, :4], draft.cosines, draft.hidden)
     with pytest.raises(InputError, match=r"D = 7 and K = 8.*drafter\.candidates=8"):
-        scorer.edge_scores(few)
+        scorer.edge_logits(few)
     blind = Draft(0, draft.tokens, draft.log_probs, draft.cosines, torch.empty(7, 0))
     with pytest.raises(InputError, match="collect anchors with hidden=int8"):
-        scorer.edge_scores(blind)
+        scorer.edge_logits(blind)
     with pytest.raises(InputError, match=r"cannot read a scorer from .*train\.py makes one"):
         checkpoint.load(str(tmp_path / "none"))
     (tmp_path / "scorer" / "tables.safetensors").write_bytes(b"x" * 100)

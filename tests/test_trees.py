@@ -43,14 +43,16 @@ def drafts(draw, max_depth: int = 6, max_candidates: int = 6) -> Draft:
 
 
 class AnyScorer:
-    """Scores of edges out of the hat, the same for the same draft; some positive."""
+    """Logits out of the hat, the same for the same draft, with and without grandparents, with and
+    without a none class; without one some scores are positive.
+    """
 
-    def edge_scores(self, draft: Draft) -> tuple[np.ndarray, np.ndarray]:
+    def edge_logits(self, draft: Draft, *, none: bool | None = None) -> tuple[np.ndarray, ...]:
         D, K = draft.tokens.shape
         rng = np.random.default_rng(draft.root)
-        grand = K if draft.root % 2 else 1
-        scores = rng.normal(-1, 1, (D, grand, K, K)).round(draft.root % 3)
-        return draft.tokens, scores.astype(np.float32)
+        grand, nones = K * (draft.root % 2), draft.root // 2 % 2 if none is None else none
+        logits = rng.normal(-0.5, 1, (D, 1 + K + grand, K + nones)).round(draft.root % 3)
+        return draft.tokens, logits.astype(np.float32)
 
 
 def same(a: DraftTree, b: DraftTree) -> bool:
@@ -67,8 +69,8 @@ def test_compiled_expansion_is_the_plain_one(draft, budget):
 @given(drafts(max_depth=5, max_candidates=5), st.integers(1, 60), st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_compiled_expansion_of_edges_is_the_plain_one(draft, budget, spine):
-    tokens, scores = AnyScorer().edge_scores(draft)
-    arguments = (draft.root, tokens, scores, budget)
+    tokens, logits = AnyScorer().edge_logits(draft)
+    arguments = (draft.root, tokens, logits, budget)
     tree = expand_edges(*arguments, spine=spine)
     assert same(tree, expand_edges_reference(*arguments, spine=spine))
     if spine:
@@ -81,23 +83,24 @@ def test_compiled_expansion_of_edges_is_the_plain_one(draft, budget, spine):
 @settings(max_examples=200, deadline=None)
 def test_edges_that_ignore_the_parent_give_ddtree(draft, budget):
     D, K = draft.log_probs.shape
-    scores = np.ascontiguousarray(np.broadcast_to(draft.log_probs[:, None, None], (D, 1, K, K)))
-    assert same(expand_edges(draft.root, draft.tokens, scores, budget), expand(draft, budget))
+    logits = np.zeros((D, 1 + K, K), np.float32)
+    logits[:, 0] = draft.log_probs
+    assert same(expand_edges(draft.root, draft.tokens, logits, budget), expand(draft, budget))
 
 
 @given(drafts(max_depth=4, max_candidates=4), st.integers(1, 60))
 @settings(max_examples=100, deadline=None)
 def test_scores_that_are_log_probabilities_come_out_in_order(draft, budget):
     """And raw ones need not: what comes out is a tree all the same (the laws above)."""
-    tokens, scores = AnyScorer().edge_scores(draft)
-    tree = expand_edges(draft.root, tokens, np.minimum(scores, 0), budget)
+    tokens, logits = AnyScorer().edge_logits(draft, none=True)
+    tree = expand_edges(draft.root, tokens, logits, budget)
     assert (np.diff(tree.log_scores[1:]) <= 0).all()
 
 
 def test_raw_scores_break_the_order():
-    scores = np.full((2, 1, 2, 2), -1, np.float32)
-    scores[1] = 2  # a child better than its parent
-    tree = expand_edges(0, np.array([[1, 2], [3, 4]]), scores, 6)
+    logits = np.zeros((2, 3, 2), np.float32)
+    logits[:, 0] = [[-1], [2]]  # a child better than its parent
+    tree = expand_edges(0, np.array([[1, 2], [3, 4]]), logits, 6)
     assert (np.diff(tree.log_scores[1:]) > 0).any()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -55,14 +56,14 @@ class EdgeScorer:
     ):
         self.net, self._tables = scorer.eval().requires_grad_(False), dict(tables)
         self.config = dict(config)
-        self._pairs = scorer.term.uses_grandparent
 
     @torch.inference_mode()
-    def edge_scores(self, draft: Draft) -> tuple[np.ndarray, np.ndarray]:
-        """The K candidates [D, K] that are scored, and their scores [D, G, K, K].
+    def edge_logits(self, draft: Draft) -> tuple[np.ndarray, np.ndarray]:
+        """The K candidates [D, K] that are scored, and their logits in rows [D, 1 + K + G, K + 1]
+        that add up (`Scorer`): the drafter's, a parent's and a grandparent's by rank. G is 0 or K.
 
-        By grandparent's rank (G = 1 if it does not matter), parent's and child's. Raises InputError
-        for a draft of another depth, or with fewer candidates than it was trained with.
+        Raises InputError for a draft of another depth, or with fewer candidates than it was trained
+        with.
         """
         K, D = self.config["candidates"], self.config["depth"]
         if draft.tokens.shape[0] != D or draft.tokens.shape[1] < K:
@@ -78,17 +79,14 @@ class EdgeScorer:
                 "the scorer looks at the drafter's states, which were not kept; collect anchors "
                 "with hidden=int8"
             )
-        edges = edges_of(draft, self._device, pairs=self._pairs)
+        edges = edges_of(draft, self._device)
         tokens = {
             "parent": edges.parents,
             "child": edges.candidates,
             "grandparent": edges.grandparents,
         }
-        sides = {name: table[tokens[name]].float() for name, table in self._tables.items()}
-        scores = self.net.scores(edges, sides).cpu().numpy()
-        # Contiguous: the compiled expansion is compiled for one layout.
-        scores = np.ascontiguousarray(scores.reshape(D, -1, K, K))
-        return np.ascontiguousarray(draft.tokens), scores
+        sides = {name: F.embedding(tokens[name], t).float() for name, t in self._tables.items()}
+        return np.ascontiguousarray(draft.tokens), self.net(edges, sides).cpu().numpy()
 
     @property
     def fingerprint(self) -> str:

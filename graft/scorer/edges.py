@@ -1,4 +1,4 @@
-"""What a scorer looks at: the K candidates of one depth under P parents, many times over.
+"""What a scorer looks at: the K candidates of one depth, P parents and their P grandparents.
 
 Training has one true parent a fan (P = 1) and B fans from anywhere; decoding has a draft's D depths
 (B = D) and all of a depth's possible parents. Both go through the same code.
@@ -7,7 +7,9 @@ Training has one true parent a fan (P = 1) and B fans from anywhere; decoding ha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
+import numpy as np
 import torch
 
 from graft.core.types import Draft
@@ -15,7 +17,7 @@ from graft.core.types import Draft
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edges:
-    """Fans of edges (parent, child, depth), [B, P, K] of them."""
+    """Fans of edges (grandparent, parent, child, depth)."""
 
     depths: torch.Tensor  # [B] int64, of the children, 1 .. D
     parents: torch.Tensor  # [B, P] int64, tokens; at depth 1 the root
@@ -27,31 +29,30 @@ class Edges:
     hidden: torch.Tensor  # [B, H] float32, the drafter's state at the children's depth; H may be 0
 
 
-def edges_of(draft: Draft, device: torch.device, *, pairs: bool) -> Edges:
-    """All edges a tree over this draft may have: B = D, P = K, in the order of the parents' ranks.
+def edges_of(draft: Draft, device: torch.device) -> Edges:
+    """All that a tree over this draft may look at: B = D, P = K, in the order of the ranks.
 
-    With `pairs` a parent is looked at under every grandparent: P = K * K, grandparent first. At
-    depth 1 every parent is the root, at depth 2 every grandparent.
+    At depth 1 every parent is the root, at depth 2 every grandparent.
     """
-    tokens = torch.from_numpy(draft.tokens).to(device)
-    D, K = tokens.shape
-    before = torch.cat((tokens.new_full((1, K), draft.root), tokens[:-1]))  # [D, K] parents
-    above = torch.cat((tokens.new_full((1, K), draft.root), before[:-1]))  # [D, K] grandparents
-    ranks = torch.arange(K, device=device).repeat(D, 1)
-    ranks[0] = 0
-    grand_ranks = torch.cat((ranks.new_zeros(1, K), ranks[:-1]))
-    if pairs:
-        before, ranks = before.repeat(1, K), ranks.repeat(1, K)
-        above, grand_ranks = above.repeat_interleave(K, 1), grand_ranks.repeat_interleave(K, 1)
-    else:  # the likeliest one stands for all
-        above, grand_ranks = above[:, :1].expand(D, K), grand_ranks[:, :1].expand(D, K)
+    D, K = draft.tokens.shape
+    root = np.full((2, K), draft.root)
+    tokens = torch.from_numpy(np.concatenate((root, draft.tokens))).to(device)
+    depths, ranks = _places(D, K, device)
     return Edges(
-        depths=torch.arange(1, D + 1, device=device),
-        parents=before,
-        grandparents=above,
-        parent_ranks=ranks,
-        grand_ranks=grand_ranks,
-        candidates=tokens,
+        depths=depths,
+        parents=tokens[1:-1],
+        grandparents=tokens[:-2],
+        parent_ranks=ranks[1:-1],
+        grand_ranks=ranks[:-2],
+        candidates=tokens[2:],
         log_probs=torch.from_numpy(draft.log_probs).to(device),
         hidden=draft.hidden.to(device, torch.float32),
     )
+
+
+@cache
+def _places(depth: int, candidates: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depths [D], and ranks [D + 2, K] of candidates behind two rows for the root."""
+    ranks = torch.arange(candidates, device=device).repeat(depth + 2, 1)
+    ranks[:2] = 0
+    return torch.arange(1, depth + 1, device=device), ranks

@@ -38,23 +38,20 @@ class Scorer(nn.Module):
         self.register_buffer("shrink", torch.ones(()))  # of f, tuned after training
 
     def forward(self, edges: Edges, sides: Sides) -> torch.Tensor:
-        """Logits [B, P, K + 1] of the candidates and of none of them; `raw` has no none class."""
-        return self.logits(edges, self.shrink * self.term(edges, sides))
+        """Logits of the candidates and of none of them, in rows that add up [B, 1 + P + G, K + 1]:
+        the drafter's own, and f's by parent and by grandparent. `raw` has no none class.
+        """
+        return self.rows(edges, self.shrink * self.term(edges, sides))
 
-    def logits(self, edges: Edges, f: torch.Tensor) -> torch.Tensor:
-        """The same, with the term's f [B, P, K + 1] at hand."""
+    def rows(self, edges: Edges, f: torch.Tensor) -> torch.Tensor:
+        """The same, with the term's f [B, P + G, K + 1] at hand."""
         if self.mode == "raw":
-            return edges.log_probs[:, None] + f[..., :-1]
+            return torch.cat((edges.log_probs[:, None], f[..., :-1]), 1)
         at = edges.depths - 1
         spread = edges.log_probs * self.log_temperature[at].exp()[:, None]
         rest = (1 - edges.log_probs.exp().sum(-1)).clamp_min(LEAST).log()
         rest = rest * self.log_rest[at].exp() + self.none[at]
-        return torch.cat((spread, rest[:, None]), -1)[:, None] + f
-
-    def scores(self, edges: Edges, sides: Sides) -> torch.Tensor:
-        """S [B, P, K] of every edge."""
-        logits = self(edges, sides)
-        return logits if self.mode == "raw" else logits.log_softmax(-1)[..., :-1]
+        return torch.cat((torch.cat((spread, rest[:, None]), -1)[:, None], f), 1)
 
     def sides(self, edges: Edges, embedding: torch.Tensor) -> Sides:
         """What the term keeps of the edges' tokens, from the target's embedding [V, H]."""

@@ -1,8 +1,10 @@
 """The learned part f of an edge's score, one class for a rung or two of the ladder.
 
-A term gives f for all edges [B, P, K] and for the none-of-these class [B, P, 1] beside them. Token
-embeddings enter through per-token tables alone (`side`): computed from the target's embedding in
-training, once for the whole vocabulary in decoding, gathered and combined by the same code.
+A term gives f in rows over the K candidates and the none-of-these class beside them: a row for
+every parent and, where a term looks at it, one for every grandparent. An edge's f is the sum of its
+two, so the K * K pairs of a depth cost 2 K rows. Token embeddings enter through per-token tables
+alone (`side`): computed from the target's embedding in training, once for the whole vocabulary in
+decoding, gathered and combined by the same code.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ class Nothing(nn.Module):
     """f = 0: temperatures alone (r0, r1)."""
 
     names: tuple[str, ...] = ()  # of the sides
-    uses_hidden = uses_grandparent = False
+    uses_hidden = False
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
@@ -31,8 +33,8 @@ class Nothing(nn.Module):
         return getattr(self, name)(embedding)
 
     def forward(self, edges: Edges, sides: dict[str, torch.Tensor]) -> torch.Tensor:
-        """f [B, P, K + 1], none last; `sides` of parents and grandparents [B, P, R], of candidates
-        [B, K, R].
+        """f [B, P + G, K + 1], none last, by parent and then by grandparent: G = P, or 0 where they
+        do not matter. `sides` of parents and grandparents [B, P, R], of candidates [B, K, R].
         """
         (B, P), K = edges.parents.shape, edges.candidates.shape[1]
         return edges.log_probs.new_zeros(B, P, K + 1)
@@ -42,20 +44,17 @@ RANK_BINS = (0, 1, 2, 4, 8)  # first rank of each
 
 
 class Ranks(Nothing):
-    """A table of offsets by depth, child's rank, parent's rank and off-spine ancestors (r2).
+    """Tables of offsets by depth and by the ranks of child, parent and grandparent (r2).
 
-    No token is looked at: what it gains has nothing to do with which token follows which. Ancestors
-    beyond the grandparent are not counted.
+    No token is looked at: what it gains has nothing to do with which token follows which.
     """
-
-    uses_grandparent = True
 
     def __init__(self, *, depth: int, **_: Any) -> None:
         super().__init__()
         bins = len(RANK_BINS)
         self.depth = nn.Parameter(torch.zeros(depth, bins + 1))  # by the child's bin, none last
         self.parent = nn.Parameter(torch.zeros(bins, bins + 1))
-        self.off_spine = nn.Parameter(torch.zeros(3, bins + 1))
+        self.grandparent = nn.Parameter(torch.zeros(bins, bins + 1))
 
     def forward(self, edges: Edges, sides: Sides) -> torch.Tensor:
         K = edges.candidates.shape[1]
@@ -63,9 +62,9 @@ class Ranks(Nothing):
         child = torch.bucketize(torch.arange(K, device=bounds.device), bounds, right=True)
         child = torch.cat((child, child.new_tensor([len(RANK_BINS)])))  # [K + 1]
         parent = torch.bucketize(edges.parent_ranks, bounds, right=True)
-        off = (edges.parent_ranks > 0).long() + (edges.grand_ranks > 0).long()
-        table = self.depth[edges.depths - 1][:, None] + self.parent[parent] + self.off_spine[off]
-        return table[..., child]
+        grandparent = torch.bucketize(edges.grand_ranks, bounds, right=True)
+        own = self.depth[edges.depths - 1][:, None] + self.parent[parent]
+        return torch.cat((own, self.grandparent[grandparent]), 1)[..., child]
 
 
 class MLP(Nothing):
@@ -103,9 +102,8 @@ class MLP(Nothing):
 
 
 class Bilinear(Nothing):
-    """<A e_p * gate, B e_c>, the gate a function of the drafter's state at the child's depth (r5).
-
-    With `two_parents` the grandparent's own projection is added to the parent's (r6).
+    """<A e_p * gate + S h, B e_c>, h the drafter's state at the child's depth, the gate a function
+    of it (r5). With `two_parents` the grandparent's own projection is added to the parent's (r6).
     """
 
     uses_hidden = True
@@ -122,7 +120,7 @@ class Bilinear(Nothing):
         **_: Any,
     ) -> None:
         super().__init__()
-        self.uses_grandparent = two_parents
+        self._two_parents = two_parents
         self.names = ("parent", "child", *(("grandparent",) if two_parents else ()))
         self.parent = nn.Linear(hidden_size, width, bias=False)
         self.child = nn.Linear(hidden_size, width, bias=False)
@@ -130,7 +128,7 @@ class Bilinear(Nothing):
         self.state = nn.Linear(state_size, width, bias=False)  # the state's own say on the child
         self.depth = nn.Embedding(depth, width)
         self.none = nn.Parameter(torch.zeros(width))
-        self.drop = nn.Dropout(dropout)
+        self.drop = nn.Dropout1d(dropout)  # of a fan's parent and grandparent, the same channels
         nn.init.zeros_(self.depth.weight)
         nn.init.normal_(self.child.weight, std=0.1 * hidden_size**-0.5)
         if two_parents:
@@ -139,16 +137,13 @@ class Bilinear(Nothing):
 
     def forward(self, edges: Edges, sides: Sides) -> torch.Tensor:
         state = unit(edges.hidden)
-        depth = edges.depths - 1
-        parent = sides["parent"]
-        if self.uses_grandparent:
-            known = (edges.depths > 1)[
-                :, None, None
-            ]  # the root's own predecessor is not in a draft
-            parent = parent + known * sides["grandparent"]
-        gate = 2 * torch.sigmoid(self.gate(state) + self.depth(depth))  # [B, R]
-        query = self.drop(parent * gate[:, None] + self.state(state)[:, None])  # [B, P, R]
-        return query @ _with_none(sides["child"], self.none).transpose(1, 2)
+        gate = 2 * torch.sigmoid(self.gate(state) + self.depth(edges.depths - 1))[:, None]
+        query = torch.addcmul(self.state(state)[:, None], sides["parent"], gate)  # [B, P, R]
+        if self._two_parents:
+            known = (edges.depths > 1)[:, None, None]  # the root's predecessor is not in a draft
+            query = torch.cat((query, sides["grandparent"] * (gate * known)), 1)
+        child = _with_none(sides["child"], self.none)
+        return (child @ self.drop(query.transpose(1, 2))).transpose(1, 2)
 
 
 def _with_none(child: torch.Tensor, none: torch.Tensor) -> torch.Tensor:

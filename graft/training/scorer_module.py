@@ -97,13 +97,13 @@ class ScorerModule(L.LightningModule):
         torch.manual_seed(int(drawn.generate_state(1)[0]))
         device = self._device_of_target
         edges = fans.edges(device)
-        f = self.scorer.term(edges, self.scorer.sides(edges, self._embedding))
+        f = self.scorer.term(edges, self.scorer.sides(edges, self._embedding))  # [n, 1 + G, K + 1]
         wrong = known = None
         if self._losses.get("pairwise"):
             wrong, known = self._under_wrong_parents(fans, edges)
         found = scorer_losses(
-            self.scorer.logits(edges, f)[:, 0],  # [n, K (+ 1)]
-            f[:, 0, :-1],
+            self.scorer.rows(edges, f).sum(1),  # [n, K (+ 1)]
+            f.sum(1)[:, :-1],
             wrong,
             known,
             target=target_distribution(
@@ -139,7 +139,7 @@ class ScorerModule(L.LightningModule):
         other = fans.wrong.to(edges.depths.device).long()[:, None]
         moved = dataclasses.replace(edges, parents=other.clamp_min(0))
         f = self.scorer.term(moved, self.scorer.sides(moved, self._embedding))
-        return f[:, 0, :-1], other[:, 0] >= 0
+        return f.sum(1)[:, :-1], other[:, 0] >= 0
 
     def on_validation_start(self) -> None:
         self._stepped = None  # a validation is no part of a step
@@ -199,7 +199,7 @@ class ScorerModule(L.LightningModule):
         for some in torch.arange(len(self._fans)).split(CHUNK):
             fans = self._fans[some]
             edges = fans.edges(device)
-            logits = scorer(edges, scorer.sides(edges, self._embedding))[:, 0]
+            logits = scorer(edges, scorer.sides(edges, self._embedding)).sum(1)
             taken = fans.taken.to(device).long()
             scores = logits.log_softmax(-1)
             nll -= float(scores.gather(1, taken[:, None]).sum())

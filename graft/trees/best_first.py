@@ -17,6 +17,7 @@ and a smaller budget a prefix of it.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import numba
@@ -148,10 +149,10 @@ def _expand(root, tokens, log_probs, budget):
 
 
 def expand_edges_reference(
-    root: int, tokens: np.ndarray, scores: np.ndarray, budget: int, *, spine: bool = False
+    root: int, tokens: np.ndarray, logits: np.ndarray, budget: int, *, spine: bool = False
 ) -> DraftTree:
     """`expand_edges` as on a blackboard."""
-    (D, G, K, _), order = scores.shape, np.argsort(-scores, axis=-1, kind="stable")
+    D, K = tokens.shape
     nodes = [(root, -1, 0, np.float32(0.0))]
     ranks = [0]  # of each node among the candidates of its depth; 0 at the root
     heap: list[tuple[np.float32, int, int, int]] = []  # (-score, pushed, parent, place)
@@ -159,10 +160,10 @@ def expand_edges_reference(
 
     def edges(parent: int) -> tuple[np.ndarray, np.ndarray]:
         """Scores of the children [K], and their order."""
-        above = nodes[parent][1]
-        grand = ranks[above] if above >= 0 and G > 1 else 0
-        depth = nodes[parent][2]
-        return scores[depth, grand, ranks[parent]], order[depth, grand, ranks[parent]]
+        above, depth = nodes[parent][1], nodes[parent][2]
+        grand = ranks[above] if above >= 0 else 0
+        own = fan(logits[depth], grand=grand, parent=ranks[parent], candidates=K)
+        return own, np.argsort(-own, kind="stable")
 
     def push(parent: int, place: int) -> None:
         nonlocal pushed
@@ -197,83 +198,112 @@ def expand_edges_reference(
     return _tree_of(nodes)
 
 
-def expand_edges(
-    root: int, tokens: np.ndarray, scores: np.ndarray, budget: int, *, spine: bool = False
-) -> DraftTree:
-    """The tree of the best paths by edge scores [D, G, K, K] over candidates [D, K].
+def fan(rows: np.ndarray, *, grand: int, parent: int, candidates: int) -> np.ndarray:
+    """Scores [K] of a depth's candidates under the parent of a rank, whose own parent has rank
+    `grand`, from rows of logits [1 + K + G, K (+ 1)].
 
-    By grandparent's rank (G = 1 where it does not matter), parent's and child's; parents of depth 1
-    and grandparents of depths 1 and 2 have rank 0. With `spine` the drafter's own best path is
-    admitted first, whatever its score.
+    The softmax is over the candidates and none of them, where rows have a place for that.
     """
-    order = np.argsort(-scores, axis=-1, kind="stable")
-    return DraftTree(*_expand_edges(root, tokens, scores, order, budget, spine))
+    own = rows[0] + rows[1 + parent]
+    if len(rows) > 1 + candidates:
+        own = own + rows[1 + candidates + grand]
+    if len(own) == candidates:
+        return own
+    top, total = float(own.max()), 0.0
+    for x in own:  # not `sum`, which rounds in its own way
+        total += math.exp(float(x) - top)
+    norm = top + math.log(total)
+    return np.array([float(x) - norm for x in own[:-1]], np.float32)
+
+
+def expand_edges(
+    root: int, tokens: np.ndarray, logits: np.ndarray, budget: int, *, spine: bool = False
+) -> DraftTree:
+    """The tree of the best paths by scores of edges over candidates [D, K].
+
+    From logits in rows [D, 1 + K + G, K (+ 1)] as `fan` takes them; parents of depth 1 and
+    grandparents of depths 1 and 2 have rank 0. With `spine` the drafter's own best path is admitted
+    first, whatever its score.
+    """
+    return DraftTree(*_expand_edges(root, tokens, logits, budget, spine))
 
 
 @numba.njit(cache=True)
-def _expand_edges(root, tokens, edge_scores, order, budget, spine):
-    D, G, K = edge_scores.shape[:3]
+def _fan(rows, grand, parent, candidates, out):  # what `fan` gives, into out [K (+ 1)]
+    for c in range(len(out)):
+        out[c] = rows[0, c] + rows[1 + parent, c]
+        if len(rows) > 1 + candidates:
+            out[c] += rows[1 + candidates + grand, c]
+    if len(out) > candidates:
+        top, total = np.float64(out.max()), 0.0
+        for x in out:
+            total += math.exp(x - top)
+        norm = top + math.log(total)
+        for c in range(candidates):
+            out[c] = out[c] - norm
+
+
+@numba.njit(cache=True)
+def _best(scores, left):  # of the candidates that are left, the first one of the best, or -1
+    best = -1
+    for c in range(len(left)):
+        if left[c] and (best < 0 or scores[c] > scores[best]):
+            best = c
+    return best
+
+
+@numba.njit(cache=True)
+def _expand_edges(root, tokens, logits, budget, spine):
+    (D, K), W = tokens.shape, logits.shape[2]
     N = budget + 1
     out_tokens, out_parents = np.empty(N, np.int64), np.full(N, -1, np.int64)
     out_depths, out_scores = np.zeros(N, np.int64), np.zeros(N, np.float32)
     out_ranks = np.zeros(N, np.int64)
     visible = np.zeros((N, N), np.bool_)
     out_tokens[0], visible[0, 0] = root, True
+    # A node's fan is scored when it is opened: at most N of the 1 + K + (D - 2) * K * K there are.
+    fans, left = np.empty((N, W), np.float32), np.ones((N, K), np.bool_)
     M = 2 * N + D + 1
     scores = np.empty(M, np.float32)
-    parents, places = np.empty(M, np.int64), np.empty(M, np.int64)
-    heap = np.empty(M, np.int64)
+    parents, ranks, heap = np.empty(M, np.int64), np.empty(M, np.int64), np.empty(M, np.int64)
     size, pushed, n = 0, 0, 1
-    last_spine = 0  # node number of the deepest node on the spine
 
     if spine:
         for depth in range(min(D, budget)):
-            out_tokens[n], out_parents[n] = tokens[depth, 0], n - 1
-            out_depths[n] = depth + 1
-            out_scores[n] = out_scores[n - 1] + edge_scores[depth, 0, 0, 0]
+            _fan(logits[depth], 0, 0, K, fans[depth])
+            left[depth, 0] = False
+            out_tokens[n], out_parents[n], out_depths[n] = tokens[depth, 0], depth, n
+            out_scores[n] = out_scores[depth] + fans[depth, 0]
             _see_ancestors(visible, out_parents, n)
             n += 1
-        last_spine = n - 1
 
-    opened, entry_parent, place = 0, 0, 0
-    next_sibling = False
-    while True:
+    opened, again = 0, -1  # nodes with a fan, and the parent of the node just admitted
+    while n < N:
         # Push what is due: the sibling behind the one just admitted, then first children.
-        while True:
-            if next_sibling:
-                parent, at = entry_parent, place + 1
-                next_sibling = False
-            elif opened < n:
-                parent, at = opened, 0
-                opened += 1
-            else:
-                break
-            depth = out_depths[parent]
-            if depth == D:
+        for node in range(opened - 1, n):
+            parent = again if node < opened else node
+            if parent < 0 or out_depths[parent] == D:
                 continue
-            above = out_parents[parent]
-            grand = out_ranks[above] if above >= 0 and G > 1 else 0
-            rank = out_ranks[parent]
-            on_spine = spine and parent <= last_spine  # whose child of rank 0 is there already
-            if on_spine and at < K and order[depth, grand, rank, at] == 0:
-                at += 1
-            if at < K:
-                child = order[depth, grand, rank, at]
-                scores[pushed] = out_scores[parent] + edge_scores[depth, grand, rank, child]
-                parents[pushed], places[pushed] = parent, at
+            if node >= opened:
+                above = out_parents[node]
+                grand = out_ranks[above] if above >= 0 else 0
+                _fan(logits[out_depths[node]], grand, out_ranks[node], K, fans[node])
+            child = _best(fans[parent], left[parent])
+            if child >= 0:
+                left[parent, child] = False
+                scores[pushed] = out_scores[parent] + fans[parent, child]
+                parents[pushed], ranks[pushed] = parent, child
                 _push(heap, size, scores, pushed)
                 size, pushed = size + 1, pushed + 1
-        if size == 0 or n >= N:
+        opened = n
+        if size == 0:
             break
         entry = _pop(heap, size, scores)
         size -= 1
-        entry_parent, place = parents[entry], places[entry]
-        depth, above = out_depths[entry_parent], out_parents[entry_parent]
-        grand = out_ranks[above] if above >= 0 and G > 1 else 0
-        child = order[depth, grand, out_ranks[entry_parent], place]
-        out_tokens[n], out_parents[n], out_ranks[n] = tokens[depth, child], entry_parent, child
+        again, child = parents[entry], ranks[entry]
+        depth = out_depths[again]
+        out_tokens[n], out_parents[n], out_ranks[n] = tokens[depth, child], again, child
         out_depths[n], out_scores[n] = depth + 1, scores[entry]
         _see_ancestors(visible, out_parents, n)
         n += 1
-        next_sibling = True
     return out_tokens[:n], out_parents[:n], out_depths[:n], out_scores[:n], visible[:n, :n]

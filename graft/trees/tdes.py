@@ -19,12 +19,12 @@ class TDES:
 
     def __init__(self, scorer: EdgeScorer, *, spine: bool = False) -> None:
         self.scorer, self._spine = scorer, spine
-        nothing = np.zeros((1, 1, 1, 1), np.float32)  # compile now, not inside the first round
+        nothing = np.zeros((1, 2, 1), np.float32)  # compile now, not inside the first round
         expand_edges(0, np.zeros((1, 1), np.int64), nothing, 1, spine=spine)
 
     def build(self, draft: Draft, budget: int) -> DraftTree:
-        tokens, scores = self.scorer.edge_scores(draft)
-        return expand_edges(draft.root, tokens, scores, budget, spine=self._spine)
+        tokens, logits = self.scorer.edge_logits(draft)
+        return expand_edges(draft.root, tokens, logits, budget, spine=self._spine)
 
 
 def load(scorer: str, *, spine: bool = False) -> TDES:
