@@ -24,11 +24,13 @@ from test_targets import path_to, random_tree
 
 from graft.budgets.fixed import Fixed
 from graft.core.tree import chain_tree
-from graft.core.types import Request
+from graft.core.types import Draft, Request
 from graft.decode import autoregressive, loop
 from graft.drafters.dflash import untrained
 from graft.drafters.noisy import Noisy
 from graft.native import build, calls
+from graft.scorer import checkpoint
+from graft.scorer.checkpoint import EdgeScorer
 from graft.targets import tiny
 from graft.trees.ddtree import DDTree
 
@@ -147,6 +149,31 @@ def test_ties_go_to_the_first_token():
     head = calls.Packed(weight, None)
     network._model.head, network._head = head.struct, head
     assert target.prefill(PROMPT).best.tolist() == [0]
+
+
+@pytest.mark.parametrize("two_parents", [False, True])
+@pytest.mark.parametrize("candidates", [5, 16, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_compiled_scores_are_those_of_torch(two_parents, candidates, dtype):
+    torch.manual_seed(0)
+    sizes = {"depth": 7, "hidden_size": 48, "state_size": 64, "width": 32, "dropout": 0.0}
+    term = {"term": "bilinear", "mode": "normalised", "two_parents": two_parents}
+    net = checkpoint.build(term | sizes)
+    for parameter in net.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.3)
+    config = {"depth": 7, "candidates": candidates}
+    scorer = EdgeScorer(net, net.tables(torch.randn(300, 48)), config)
+    scorer.shrink(0.7)
+    logits = torch.randn(7, 300) * 3
+    draft = Draft.from_logits(5, logits, torch.randn(7, 64).to(dtype), candidates=20)
+    (tokens, reference), (again, ours) = (
+        scorer.edge_logits(draft),
+        scorer.compile().edge_logits(draft),
+    )
+    assert scorer._compiled is not None
+    assert np.array_equal(tokens, again)
+    np.testing.assert_allclose(ours, reference, rtol=2e-4, atol=2e-4)
 
 
 # ------------------------------------------------------------------------------------- building it

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+
+from graft.native import calls
+from graft.native.build import library
 
 GROWTH = 256  # rows; growing copies the buffer, so it must be rare beside the rounds
 
@@ -64,7 +68,9 @@ class KVCache:
         """Keep these scratch rows (0-based, ascending) as committed, moved together."""
         start = self.length
         moved = [(to, row) for to, row in enumerate(rows) if to != row]
-        if moved:  # rows that already lie where they belong are not touched
+        if moved and self._buffer.device.type == "cpu" and library() is not None:
+            calls.move_rows(self._buffer, start, start + np.array(rows, np.int64))
+        elif moved:  # rows that already lie where they belong are not touched
             first = start + moved[0][0]
             source = torch.tensor([start + row for _, row in moved], device=self._buffer.device)
             self._buffer[..., first : first + len(moved), :] = self._buffer.index_select(4, source)

@@ -5,7 +5,7 @@ call. Everything a struct points to is kept alive by the object that made it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -79,6 +79,23 @@ class _Drafting(Structure):
         *(("hidden_norm", c_void_p), ("taps", c_void_p)),
         *(("new_taps", c_int64), ("candidates", c_int64)),
         *((name, c_void_p) for name in ("hidden", "tokens", "log_probs", "cosines")),
+    ]
+
+
+class _Scorer(Structure):
+    _fields_: ClassVar = [
+        ("gate_state", _Linear),
+        *((name, c_void_p) for name in ("depth", "none", "temperature", "rest", "offset")),
+        *((name, c_void_p) for name in ("parent", "child", "grandparent")),
+        *((name, c_int64) for name in ("D", "K", "width", "hidden")),
+        ("shrink", c_double),
+    ]
+
+
+class _Scored(Structure):
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("root", "hidden_is_bf16", "stride")),
+        *((name, c_void_p) for name in ("tokens", "log_probs", "hidden", "rows")),
     ]
 
 
@@ -285,6 +302,68 @@ class Network:
         )
         struct = _Rows(len(tokens), len(slots), _address(tokens), _address(positions), slots)
         return struct, (tokens, positions, visible)
+
+
+class BilinearScorer:
+    """The bilinear scorer (`scorer/terms.py`), normalised: logits of all edges of a draft."""
+
+    def __init__(
+        self,
+        *,
+        gate: torch.Tensor,
+        bias: torch.Tensor,
+        state: torch.Tensor,
+        depth: torch.Tensor,
+        none: torch.Tensor,
+        scales: Sequence[torch.Tensor],
+        tables: Mapping[str, torch.Tensor],
+        candidates: int,
+        shrink: float,
+    ) -> None:
+        """`scales`: temperature, rest and offset, [D] each; `tables` [V, width] in half precision
+        of parent, child and perhaps grandparent.
+        """
+        stacked = torch.cat((gate, state)).float()
+        self._projection = Packed(stacked, torch.cat((bias, torch.zeros_like(bias))))
+        parts = [part.detach().float().contiguous() for part in (depth, none, *scales)]
+        halves = {name: table.half().contiguous() for name, table in tables.items()}
+        self._kept = parts, halves
+        (width, hidden), self._depth, self._candidates = gate.shape, len(depth), candidates
+        names = ("parent", "child", "grandparent")
+        self._struct = _Scorer(
+            self._projection.struct,
+            *(part.data_ptr() for part in parts),
+            *(_at(halves.get(name)) for name in names),
+            *(self._depth, candidates, width, hidden),
+            shrink,
+        )
+        self._rows = 1 + candidates * (len(tables) - 1)
+
+    def __call__(
+        self, root: int, tokens: np.ndarray, log_probs: np.ndarray, hidden: torch.Tensor
+    ) -> np.ndarray:
+        """Rows of logits [D, 1 + K + G, K + 1] that add up, of candidates [D, >= K]."""
+        hidden = hidden if hidden.dtype == torch.bfloat16 else hidden.float()
+        hidden, tokens = hidden.contiguous(), np.ascontiguousarray(tokens)
+        log_probs = np.ascontiguousarray(log_probs, np.float32)
+        rows = np.empty((self._depth, self._rows, self._candidates + 1), np.float32)
+        scored = _Scored(
+            *(root, hidden.dtype == torch.bfloat16, tokens.shape[1]),
+            *(_address(tokens), _address(log_probs), hidden.data_ptr(), _address(rows)),
+        )
+        _library().graft_score(byref(self._struct), byref(scored))
+        return rows
+
+
+def move_rows(cache: torch.Tensor, to: int, rows: np.ndarray) -> None:
+    """Move these (ascending) rows of a cache [..., capacity, head_dim] to places from `to` on."""
+    capacity, width = cache.shape[-2:]
+    _library().graft_move_rows(
+        c_void_p(cache.data_ptr()),
+        c_int64(cache[..., 0, 0].numel()),
+        *(c_int64(capacity), c_int64(width * cache.element_size()), c_int64(to)),
+        *(c_void_p(_address(rows)), c_int64(len(rows))),
+    )
 
 
 def _address(array: np.ndarray) -> int:

@@ -20,7 +20,9 @@ from safetensors.torch import load_file, save_file
 from graft.core.errors import InputError
 from graft.core.fingerprint import fingerprint
 from graft.core.types import Draft
+from graft.native.calls import BilinearScorer
 from graft.scorer import terms
+from graft.scorer.compiled import compiled
 from graft.scorer.edges import edges_of
 from graft.scorer.net import Scorer
 
@@ -56,6 +58,12 @@ class EdgeScorer:
     ):
         self.net, self._tables = scorer.eval().requires_grad_(False), dict(tables)
         self.config = dict(config)
+        self._compiled: BilinearScorer | None = None
+
+    def compile(self) -> EdgeScorer:
+        """Score in one call from now on, where that can be; parameters must not change any more."""
+        self._compiled = compiled(self.net, self._tables, self.config["candidates"])
+        return self
 
     @torch.inference_mode()
     def edge_logits(self, draft: Draft) -> tuple[np.ndarray, np.ndarray]:
@@ -79,6 +87,9 @@ class EdgeScorer:
                 "the scorer looks at the drafter's states, which were not kept; collect anchors "
                 "with hidden=int8"
             )
+        if self._compiled is not None and self._device.type == "cpu":
+            parts = draft.tokens, draft.log_probs, draft.hidden
+            return np.ascontiguousarray(draft.tokens), self._compiled(draft.root, *parts)
         edges = edges_of(draft, self._device)
         tokens = {
             "parent": edges.parents,
@@ -114,6 +125,7 @@ class EdgeScorer:
 
     def shrink(self, factor: float) -> None:
         """Weigh the learned term by this much."""
+        self._compiled = None
         self.net.shrink.fill_(factor)
 
     def save(self, folder: Path, texts: Mapping[str, str]) -> None:
@@ -153,7 +165,7 @@ def load(folder: str) -> EdgeScorer:
             raise InputError(f"{path} was written by another version; train the scorer again")
         scorer = build(config["model"])
         scorer.load_state_dict(load_file(path / "scorer.safetensors"))
-        return EdgeScorer(scorer, load_file(path / "tables.safetensors"), config)
+        return EdgeScorer(scorer, load_file(path / "tables.safetensors"), config).compile()
     except InputError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
