@@ -48,10 +48,12 @@ def main(cfg: DictConfig) -> None:
 def caption(made_by: Mapping[str, Any], responses: int) -> str:
     """What was raced, and where."""
     models, settings = made_by["models"], made_by["settings"]
-    target = short(made_by["names"]["target"])
+    target, threads = short(made_by["names"]["target"]), models["threads"]
+    on = f"{models['device']}, {threads} thread{'s' * (threads > 1)}"
     return (
         f"{target}: {responses} responses of at most {settings['max_new_tokens']} tokens, one at a "
-        f"time, T = {settings['temperature']:g}, {models['device']}, {models['threads']} threads"
+        f"time, T = {settings['temperature']:g}, {on}; ratios over the fastest plain decoding of "
+        "the same precision"
     )
 
 

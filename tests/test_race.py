@@ -114,8 +114,8 @@ RACED = made_by(
     published={"_target_": "graft.eval.published_ddtree.generate", "nodes": 7, "checkpoint": "x"},
     graft={
         "_target_": "graft.decode.loop.generate",
-        "builder": {"_target_": "graft.trees.tdes.TDES"},
-        "budget": {"_target_": "graft.budgets.ratio.Ratio"},
+        "builder": {"_target_": "graft.trees.tdes.load"},
+        "budget": {"_target_": "graft.budgets.ratio.Ratio.load"},
     },
 )
 SECONDS = {"ar": 8.0, "llama": 4.0, "ngram": 5.0, "q4": 1.0, "published": 6.0, "graft": 2.0}
@@ -135,7 +135,7 @@ def test_a_race_is_one_table():
     assert lines["q4"][4] == "fastest plain"
     assert found.best == {(1, 0), (5, 0)}
     assert lines["graft"] == [
-        *("ours: TDES, budget Ratio", "bfloat16", "2.0", "500.00"),
+        *("ours: TDES, budget ratio", "bfloat16", "2.0", "500.00"),
         *("2.00x [2.00, 2.00]", "6 of 6"),
     ]
     assert lines["ar"][4].startswith("0.50x"), "over llama.cpp, which is plain too, and faster"
@@ -146,8 +146,8 @@ def test_a_race_is_one_table():
 def test_a_race_is_told():
     said = sentences(raced(), "graft")
     peer = "(llama.cpp, plain; a peer's)"
-    assert said[0].startswith(f"Fastest plain decoding in Q4_1: q4 {peer}, 4.0 tokens/s")
-    assert f"in bfloat16: llama {peer}, 1.0 tokens/s; graft is 2.00x that [2" in said[1]
+    assert f"in bfloat16: llama {peer}, 1.0 tokens/s; graft is 2.00x that [2" in said[0]
+    assert said[1] == f"Fastest plain decoding in Q4_1: q4 {peer}, 4.0 tokens/s."
     assert said[2] == "Ahead of graft (2.0 tokens/s): q4 (Q4_1, 4.0 tokens/s)."
     with pytest.raises(InputError, match="no method x was raced"):
         sentences(raced(), "x")
@@ -162,7 +162,7 @@ def test_results_become_a_table(monkeypatch, tmp_path, capsys):
     out = capsys.readouterr().out
     written = (tmp_path / "outputs/race/race.md").read_text()
     for text in (out, written):
-        assert "ours: Chain, 64 nodes" in text
+        assert "ours: DFlash, 64 nodes" in text
         assert "Fastest plain decoding in float32: ar (ours, plain; our own)" in text
         assert "No peer is ahead" in text
         assert f"torch {torch.__version__.partition('+')[0]}" in text

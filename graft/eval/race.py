@@ -19,12 +19,12 @@ from graft.eval.benchmark import Row, seconds_a_token
 from graft.eval.bootstrap import RESAMPLES, interval
 from graft.eval.metrics import aligned, differs
 from graft.eval.page import TableData
-from graft.eval.tables import between
+from graft.eval.tables import FAMILIES, between
 
 PEERS = {
-    "graft.eval.library.generate": "transformers' generate",
+    "graft.eval.library.generate": "transformers",
     "graft.eval.llama_cpp.generate": "llama.cpp",
-    "graft.eval.published_ddtree.generate": "DDTree's published loop, on transformers",
+    "graft.eval.published_ddtree.generate": "DDTree as published",
 }
 
 
@@ -80,9 +80,11 @@ class Race:
         names, owner = np.unique(self.prompts, return_inverse=True)
         if len(names) == 1:
             return float(np.median(ratios)), (np.nan, np.nan)
-        mine = [ratios[owner == i] for i in range(len(names))]
+        of_prompt = [ratios[owner == i] for i in range(len(names))]
         drawn = np.random.default_rng(0).integers(len(names), size=(RESAMPLES, len(names)))
-        samples = np.array([np.median(np.concatenate([mine[i] for i in one])) for one in drawn])
+        samples = np.array(
+            [np.median(np.concatenate([of_prompt[i] for i in draw])) for draw in drawn]
+        )
         return float(np.median(ratios)), interval(samples)
 
 
@@ -113,17 +115,16 @@ def race_of(made_by: Mapping[str, Any], rows: Sequence[Row]) -> Race:
 def what(config: Mapping[str, Any]) -> str:
     """A method in a few words, from its config."""
     words = PEERS.get(config["_target_"], "ours")
-    if "builder" in config:
-        builder, budget = (
-            config[key]["_target_"].rpartition(".")[2] for key in ("builder", "budget")
-        )
+    if "builder" in config:  # graft.trees.ddtree.DDTree, graft.budgets.ratio.Ratio.load
+        builder, budget = (config[key]["_target_"].split(".")[2] for key in ("builder", "budget"))
         nodes = config["budget"].get("nodes")
-        return f"{words}: {builder}, " + (f"{nodes} nodes" if nodes else f"budget {budget}")
+        settings = f"{nodes} nodes" if nodes else f"budget {budget}"
+        return f"{words}: {FAMILIES.get(builder, builder)}, {settings}"
     if lookup := config.get("lookup"):
         if not isinstance(lookup, Mapping):
-            return f"{words}, prompt lookup of {lookup}"
-        settings = [f"{value}" for key, value in lookup.items() if key != "type"]
-        return f"{words}, {' '.join([lookup['type'].replace('_', '-'), *settings])}"
+            return f"{words}, prompt lookup {lookup}"
+        sizes = [f"{value}" for key, value in lookup.items() if key != "type"]
+        return f"{words}, {' '.join([lookup['type'].replace('_', '-'), *sizes])}"
     return f"{words}, {config['nodes']} nodes" if "nodes" in config else f"{words}, plain"
 
 
@@ -145,14 +146,15 @@ def table(race: Race, caption: str) -> TableData:
         alike = f"{entry.identical} of {len(entry.paces)}"
         rows.append([*row, f"{1e3 * entry.pace:.2f}", ratio, alike])
     headings = ["method", "what it is", "precision", "tokens/s", "ms a token"]
-    headings += ["over the fastest plain [95 %]", f"tokens as {race.baseline}"]
+    headings += ["over plain [95 %]", f"tokens as {race.baseline}"]
     return TableData(caption, headings, rows, best)
 
 
 def sentences(race: Race, focus: str) -> list[str]:
     """What is fastest, what the focus is worth over it, and who is ahead of the focus."""
     mine, said = race.of(focus), []
-    for precision, plain in race.plain.items():
+    for precision in sorted(race.plain, key=lambda name: (name != mine.precision, name)):
+        plain = race.plain[precision]
         whose = "our own" if plain.ours else "a peer's"
         line = f"Fastest plain decoding in {precision}: {plain.name} ({plain.what}; {whose})"
         line += f", {plain.tokens_per_second:.1f} tokens/s"
