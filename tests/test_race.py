@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import eval as stage
 import numpy as np
@@ -216,6 +217,8 @@ def test_a_gguf_is_written_in_other_precisions(tmp_path):
 def test_llama_cpp_says_the_same(default_folder):
     pytest.importorskip("xllamacpp")
     file = composed("eval").paths.gguf
+    if not Path(file).exists():
+        pytest.skip("make race fetches it")
     target = hf.load(str(default_folder), device="cpu")
     asked = [{"role": "user", "content": "What is 2+2? One number only."}]
     request = Request(target.encode_chat(asked), 30, stop_tokens=target.stop_tokens)
