@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import eval as stage
 import numpy as np
@@ -229,3 +230,10 @@ def test_llama_cpp_says_the_same(default_folder):
         assert (found.tokens, found.stopped) == (plain.tokens, True)
         assert sum(found.committed) == len(found.tokens) - 1
         assert found.decode_seconds > 0
+
+
+@pytest.mark.parametrize("wrong", [{"type": "nonsense"}, {"size_n": 3}, {"type": "simple", "n": 1}])
+def test_a_lookup_that_llama_cpp_does_not_have_is_one_line(wrong):
+    types = SimpleNamespace(COMMON_SPECULATIVE_TYPE_SIMPLE=1)
+    with pytest.raises(InputError, match="knows no such lookup"):
+        llama_cpp._draft_with(dict(wrong), SimpleNamespace(), types)

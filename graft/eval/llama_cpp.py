@@ -154,16 +154,21 @@ def _server(file: Path, lookup: str, context: int, threads: int) -> Any:
     )  # read whole, so nothing is paged in
     params.verbosity = -1
     if settings:
-        kind = settings.pop("type")
-        params.speculative.types = [
-            getattr(wheel.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind.upper()}")
-        ]
-        for key, value in settings.items():
-            setattr(getattr(params.speculative, kind), key, value)
+        _draft_with(settings, params.speculative, wheel.common_speculative_type)
     try:
         return wheel.Server(params)
     except RuntimeError as error:
         raise InputError(f"llama.cpp cannot load {file}: {error}") from error
+
+
+def _draft_with(settings: dict[str, Any], speculative: Any, types: Any) -> None:
+    try:
+        kind = settings.pop("type")
+        speculative.types = [getattr(types, f"COMMON_SPECULATIVE_TYPE_{kind.upper()}")]
+        for key, value in settings.items():
+            setattr(getattr(speculative, kind), key, value)
+    except (KeyError, AttributeError, TypeError) as error:
+        raise InputError(f"llama.cpp knows no such lookup: {error}") from error
 
 
 def _wheel() -> Any:
