@@ -31,7 +31,8 @@ from graft.core.types import Draft, Request, Round
 from graft.decode import autoregressive
 from graft.scorer.checkpoint import EdgeScorer
 from graft.scorer.checkpoint import build as build_scorer
-from graft.trees.best_first import expand, expand_reference
+from graft.trees.best_first import expand
+from graft.trees.blackboard import expand_reference
 from graft.trees.tdes import TDES
 
 DRAFTER = "the drafter, head and candidates included, ms"

@@ -36,7 +36,7 @@ from graft.scorer.losses import scorer_losses, target_distribution
 from graft.targets import tiny
 from graft.training.scorer_data import EdgeBatches, EdgeData, Fans, fans_of_anchors, fans_of_round
 from graft.training.scorer_module import build
-from graft.trees.best_first import fan
+from graft.trees.blackboard import fan
 from graft.trees.ddtree import DDTree
 from graft.trees.tdes import TDES
 

@@ -17,9 +17,8 @@ from graft.core.types import Draft, DraftTree
 from graft.trees.best_first import (
     expand,
     expand_edges,
-    expand_edges_reference,
-    expand_reference,
 )
+from graft.trees.blackboard import expand_edges_reference, expand_reference
 from graft.trees.tdes import TDES
 
 FIELDS = ("tokens", "parents", "depths", "log_scores", "visible")

@@ -5,14 +5,15 @@ call. Everything a struct points to is kept alive by the object that made it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
-from ctypes import POINTER, Structure, byref, c_double, c_int, c_int64, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
+from graft.native import structs
 from graft.native.build import library
 
 ROWS = 128  # of one call; more go in several: what a layer leaves behind should stay in the cache
@@ -20,83 +21,6 @@ BLOCK = 16  # outputs that are computed together; all widths but the head's are 
 
 # The table of RoPE's angles: positions [n] -> cos, sin [n, head_dim / 2] in fp32.
 Rope = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-class _Linear(Structure):
-    _fields_: ClassVar = [
-        *(("weight", c_void_p), ("bias", c_void_p)),
-        *(("outputs", c_int64), ("inputs", c_int64)),
-    ]
-
-
-class _Layer(Structure):
-    _fields_: ClassVar = [
-        *((name, c_void_p) for name in ("attention_norm", "q_norm", "k_norm", "feed_forward_norm")),
-        *((name, _Linear) for name in ("qkv", "output", "gate_up", "down")),
-    ]
-
-
-SIZES = ("is_bf16", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")
-
-
-class _Model(Structure):
-    _fields_: ClassVar = [
-        *((name, c_int64) for name in SIZES),
-        ("eps", c_double),
-        ("layer", POINTER(_Layer)),
-        *(("embedding", c_void_p), ("final_norm", c_void_p)),
-        ("head", _Linear),
-        *(("cos", c_void_p), ("sin", c_void_p)),
-    ]
-
-
-class _Slot(Structure):
-    _fields_: ClassVar = [
-        ("cache", c_void_p),
-        *((name, c_int64) for name in ("capacity", "length", "rows")),
-        ("visible", c_void_p),
-    ]
-
-
-class _Rows(Structure):
-    _fields_: ClassVar = [
-        *(("count", c_int64), ("num_slots", c_int64)),
-        *(("tokens", c_void_p), ("positions", c_void_p)),
-        ("slots", POINTER(_Slot)),
-    ]
-
-
-class _Wanted(Structure):
-    _fields_: ClassVar = [
-        *(("first_row", c_int64), ("num_taps", c_int64)),
-        *((name, c_void_p) for name in ("tapped", "logits", "taps", "best")),
-    ]
-
-
-class _Drafting(Structure):
-    _fields_: ClassVar = [
-        ("fc", _Linear),
-        *(("hidden_norm", c_void_p), ("taps", c_void_p)),
-        *(("new_taps", c_int64), ("candidates", c_int64)),
-        *((name, c_void_p) for name in ("hidden", "tokens", "log_probs", "cosines")),
-    ]
-
-
-class _Scorer(Structure):
-    _fields_: ClassVar = [
-        ("gate_state", _Linear),
-        *((name, c_void_p) for name in ("depth", "none", "temperature", "rest", "offset")),
-        *((name, c_void_p) for name in ("parent", "child", "grandparent")),
-        *((name, c_int64) for name in ("D", "K", "width", "hidden")),
-        ("shrink", c_double),
-    ]
-
-
-class _Scored(Structure):
-    _fields_: ClassVar = [
-        *((name, c_int64) for name in ("root", "hidden_is_bf16", "stride")),
-        *((name, c_void_p) for name in ("tokens", "log_probs", "hidden", "rows")),
-    ]
 
 
 class Packed:
@@ -109,13 +33,15 @@ class Packed:
         self.dtype = weight.dtype
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._weight = torch.empty(blocks * BLOCK * inputs + 2048, dtype=weight.dtype)
-        _library().graft_pack(
+        kernels().graft_pack(
             c_int(weight.dtype == torch.bfloat16),
             c_void_p(weight.data_ptr()),
             *(c_int64(outputs), c_int64(inputs)),
             c_void_p(self._weight.data_ptr()),
         )
-        self.struct = _Linear(self._weight.data_ptr(), _at(self._bias), outputs, inputs)
+        self.struct = structs.Linear(
+            self._weight.data_ptr(), address_or_none(self._bias), outputs, inputs
+        )
 
     @staticmethod
     def can_hold(weight: torch.Tensor) -> bool:
@@ -131,7 +57,7 @@ class Packed:
         """[..., in] -> [..., out]"""
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         y = flat.new_empty(len(flat), self.struct.outputs)
-        _library().graft_linear(
+        kernels().graft_linear(
             c_int(self.dtype == torch.bfloat16),
             byref(self.struct),
             c_void_p(flat.data_ptr()),
@@ -183,20 +109,20 @@ class Network:
     ) -> None:
         self._rope, self.dtype, self.hidden_size = rope, embedding.dtype, embedding.shape[1]
         self._kept: list[Any] = [layers, embedding, head]
-        structs = (_Layer * len(layers))()
-        for struct, layer in zip(structs, layers, strict=True):
+        records = (structs.Layer * len(layers))()
+        for record, layer in zip(records, layers, strict=True):
             for name in ("attention_norm", "q_norm", "k_norm", "feed_forward_norm"):
-                setattr(struct, name, self._norm(getattr(layer, name)))
+                setattr(record, name, self._norm(getattr(layer, name)))
             for name in ("qkv", "output", "gate_up", "down"):
-                setattr(struct, name, getattr(layer, name).struct)
-        self._model = _Model(
+                setattr(record, name, getattr(layer, name).struct)
+        self._model = structs.Model(
             self.dtype == torch.bfloat16,
             len(layers),
             self.hidden_size,
             *(heads, kv_heads, head_dim),
             layers[0].down.struct.inputs,
             eps,
-            structs,
+            records,
             embedding.data_ptr(),
             self._norm(final_norm),
             head.struct,
@@ -237,12 +163,12 @@ class Network:
         taps = torch.empty(n, len(tapped) * self.hidden_size, dtype=self.dtype)
         best, ids = np.empty(n - first, np.int64), np.array(tapped, np.int64)
         rows, alive = self._rows(tokens, positions, sequences)
-        wanted = _Wanted(
+        wanted = structs.Wanted(
             *(first, len(tapped), ids.ctypes.data),
             *(logits.data_ptr(), taps.data_ptr(), best.ctypes.data),
         )
         threads = c_int(torch.get_num_threads())
-        _library().graft_decode(byref(self._model), byref(rows), byref(wanted), threads)
+        kernels().graft_decode(byref(self._model), byref(rows), byref(wanted), threads)
         del alive
         return logits, best, taps
 
@@ -270,111 +196,60 @@ class Network:
         taps, gain = taps.contiguous(), hidden_norm
         self._reach(sequence.length)
         rows, alive = self._rows(tokens, positions, [sequence])
-        drafting = _Drafting(
+        drafting = structs.Drafting(
             *(fc.struct, gain.data_ptr(), taps.data_ptr(), len(taps), candidates),
             *(hidden.data_ptr(), found.ctypes.data, log_probs.ctypes.data, cosines.ctypes.data),
         )
         threads = c_int(torch.get_num_threads())
-        _library().graft_draft(byref(self._model), byref(rows), byref(drafting), threads)
+        kernels().graft_draft(byref(self._model), byref(rows), byref(drafting), threads)
         del alive
         return found, log_probs, cosines, hidden
 
     def _rows(
         self, tokens: np.ndarray, positions: np.ndarray, sequences: Sequence[Rows]
-    ) -> tuple[_Rows, Any]:
+    ) -> tuple[structs.Rows, Any]:
         """The struct, and what must live as long."""
         tokens, positions = np.ascontiguousarray(tokens), np.ascontiguousarray(positions)
         assert tokens.dtype == positions.dtype == np.int64
         if len(positions):
             self._reach(int(positions.max()))
         visible = [np.ascontiguousarray(rows.visible) for rows in sequences]
-        slots = (_Slot * len(sequences))(
+        slots = (structs.Slot * len(sequences))(
             *(
-                _Slot(
+                structs.Slot(
                     rows.cache.data_ptr(),
                     rows.cache.shape[-2],
                     rows.length,
                     len(own),
-                    _address(own),
+                    address(own),
                 )
                 for rows, own in zip(sequences, visible, strict=True)
             )
         )
-        struct = _Rows(len(tokens), len(slots), _address(tokens), _address(positions), slots)
+        struct = structs.Rows(len(tokens), len(slots), address(tokens), address(positions), slots)
         return struct, (tokens, positions, visible)
-
-
-class BilinearScorer:
-    """The bilinear scorer (`scorer/terms.py`), normalised: logits of all edges of a draft."""
-
-    def __init__(
-        self,
-        *,
-        gate: torch.Tensor,
-        bias: torch.Tensor,
-        state: torch.Tensor,
-        depth: torch.Tensor,
-        none: torch.Tensor,
-        scales: Sequence[torch.Tensor],
-        tables: Mapping[str, torch.Tensor],
-        candidates: int,
-        shrink: float,
-    ) -> None:
-        """`scales`: temperature, rest and offset, [D] each; `tables` [V, width] in half precision
-        of parent, child and perhaps grandparent.
-        """
-        stacked = torch.cat((gate, state)).float()
-        self._projection = Packed(stacked, torch.cat((bias, torch.zeros_like(bias))))
-        parts = [part.detach().float().contiguous() for part in (depth, none, *scales)]
-        halves = {name: table.half().contiguous() for name, table in tables.items()}
-        self._kept = parts, halves
-        (width, hidden), self._depth, self._candidates = gate.shape, len(depth), candidates
-        names = ("parent", "child", "grandparent")
-        self._struct = _Scorer(
-            self._projection.struct,
-            *(part.data_ptr() for part in parts),
-            *(_at(halves.get(name)) for name in names),
-            *(self._depth, candidates, width, hidden),
-            shrink,
-        )
-        self._rows = 1 + candidates * (len(tables) - 1)
-
-    def __call__(
-        self, root: int, tokens: np.ndarray, log_probs: np.ndarray, hidden: torch.Tensor
-    ) -> np.ndarray:
-        """Rows of logits [D, 1 + K + G, K + 1] that add up, of candidates [D, >= K]."""
-        hidden = hidden if hidden.dtype == torch.bfloat16 else hidden.float()
-        hidden, tokens = hidden.contiguous(), np.ascontiguousarray(tokens)
-        log_probs = np.ascontiguousarray(log_probs, np.float32)
-        rows = np.empty((self._depth, self._rows, self._candidates + 1), np.float32)
-        scored = _Scored(
-            *(root, hidden.dtype == torch.bfloat16, tokens.shape[1]),
-            *(_address(tokens), _address(log_probs), hidden.data_ptr(), _address(rows)),
-        )
-        _library().graft_score(byref(self._struct), byref(scored))
-        return rows
 
 
 def move_rows(cache: torch.Tensor, to: int, rows: np.ndarray) -> None:
     """Move these (ascending) rows of a cache [..., capacity, head_dim] to places from `to` on."""
     capacity, width = cache.shape[-2:]
-    _library().graft_move_rows(
+    kernels().graft_move_rows(
         c_void_p(cache.data_ptr()),
         c_int64(cache[..., 0, 0].numel()),
         *(c_int64(capacity), c_int64(width * cache.element_size()), c_int64(to)),
-        *(c_void_p(_address(rows)), c_int64(len(rows))),
+        *(c_void_p(address(rows)), c_int64(len(rows))),
     )
 
 
-def _address(array: np.ndarray) -> int:
+def address(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
-def _at(tensor: torch.Tensor | None) -> int | None:
+def address_or_none(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _library() -> ctypes.CDLL:
+def kernels() -> ctypes.CDLL:
     found = library()
     assert found is not None, "ask `Packed.can_hold` first"
     return found

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from graft.core.errors import InputError
 from graft.core.fingerprint import fingerprint
 from graft.core.types import Draft
-from graft.native.calls import BilinearScorer
+from graft.native.scoring import BilinearScorer
 from graft.scorer import terms
 from graft.scorer.compiled import compiled
 from graft.scorer.edges import edges_of

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 
 from graft.native.build import library
-from graft.native.calls import BLOCK, BilinearScorer
+from graft.native.calls import BLOCK
+from graft.native.scoring import BilinearScorer
 from graft.scorer.net import Scorer
 from graft.scorer.terms import Bilinear
 
