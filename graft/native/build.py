@@ -22,6 +22,7 @@ from pathlib import Path
 from torch.utils.cpp_extension import get_cxx_compiler
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = sorted(path for path in SOURCE.parent.iterdir() if path.suffix in (".cpp", ".h"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 FOLDER = Path(__file__).resolve().parents[2] / ".cache"  # or $GRAFT_CACHE
 TIMEOUT = 300  # seconds
@@ -48,7 +49,7 @@ def _load(folder: Path) -> ctypes.CDLL:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=True, timeout=TIMEOUT
     ).stdout
-    facts = [SOURCE.read_text(), *FLAGS, version, _processor()]
+    facts = [*(path.read_text() for path in SOURCES), *FLAGS, version, _processor()]
     key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
     made = folder / f"kernels-{key}.so"
     if (library := _open(made)) is not None:
