@@ -6,6 +6,10 @@ the same tensors, with every number of Python's baked in.
 
 from __future__ import annotations
 
+import json
+import sys
+
+import gpu_passes
 import numpy as np
 import pytest
 import torch
@@ -217,3 +221,29 @@ def test_a_refused_capture_is_said_once_and_eager_passes_follow(caplog, monkeypa
         assert not static._captured.take(1)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith("which is slower: operation not permitted when stream is capturing")
+
+
+def test_the_pass_table_is_rehearsed_without_a_gpu(tmp_path, monkeypatch, capsys):
+    shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 300}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    settings = [f"shape.{key}={value}" for key, value in shape.items()]
+    settings += ["draft.layers=2", "draft.taps=1", "dtype=float32", "device=cpu", "read=100000"]
+    settings += ["rows=[1,8]", "contexts=[40,600]", "compiled_rows=[]", "repeats=2"]
+    settings += [f"paths.outputs={tmp_path}", "logger.wandb=null"]
+    monkeypatch.setattr(sys, "argv", [gpu_passes.__file__, *settings])
+    gpu_passes.main()
+    out = capsys.readouterr().out
+    for text in ("no GPU: a rehearsal", "plain step", "verify, 8 rows", "drafter", "captured"):
+        assert text in out
+    (file,) = tmp_path.glob("gpu_passes/*/passes.json")
+    found = json.loads(file.read_text())["passes"]
+    assert [(row["name"], row["context"]) for row in found] == [
+        (name, context)
+        for context in (40, 600)
+        for name in ("plain step", "verify, 8 rows", "drafter")
+    ]
+    assert all(row["ms"]["eager"] > 0 and row["ms"]["captured"] > 0 for row in found)
+
+    monkeypatch.setattr(sys, "argv", [gpu_passes.__file__, *settings, "seconds=0"])
+    gpu_passes.main()
+    assert "passes are missing" in capsys.readouterr().out
