@@ -66,6 +66,7 @@ class Backbone(Protocol):
     vocab_size: int  # embedding rows
     num_layers: int
 
+    captures: bool  # its passes are captured as CUDA graphs, and so should a drafter's
     config: Any  # the target's, of transformers
     embedding: torch.Tensor  # [V, H]
     head: FusedLinear  # final hidden states [..., H] -> logits [..., V]

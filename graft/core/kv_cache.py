@@ -45,7 +45,8 @@ class KVCache:
         if needed <= self.capacity:
             return
         layers, _, _, heads, _, head_dim = self._buffer.shape
-        grown = self._buffer.new_empty(layers, 2, 1, heads, -(-needed // GROWTH) * GROWTH, head_dim)
+        # Zeros: a captured pass reads rows that it masks, and 0 * NaN would not be masked.
+        grown = self._buffer.new_zeros(layers, 2, 1, heads, -(-needed // GROWTH) * GROWTH, head_dim)
         grown[..., : self.length, :] = self._buffer[..., : self.length, :]
         self._buffer = grown
         self._views = [(grown[layer, 0], grown[layer, 1]) for layer in range(layers)]

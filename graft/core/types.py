@@ -78,12 +78,9 @@ class Drafts:
 
         `vocabulary` [V'] says which tokens logits [A, D, V'] stand for.
         """
-        logits = logits.float()
-        best = logits.topk(min(candidates, logits.shape[-1]))
-        log_probs = best.values - logits.logsumexp(-1, keepdim=True)
-        tokens = best.indices if vocabulary is None else vocabulary[best.indices]
-        states = hidden.float()
-        cosines = F.cosine_similarity(states[:, 1:], states[:, :-1], dim=-1)
+        tokens, log_probs, cosines = ranked(
+            logits, hidden, candidates=candidates, vocabulary=vocabulary
+        )
         return cls(
             roots=np.array(roots, np.int64),
             tokens=tokens.cpu().numpy(),
@@ -102,6 +99,26 @@ class Drafts:
             cosines=np.concatenate([part.cosines for part in parts]),
             hidden=torch.cat([part.hidden for part in parts]),
         )
+
+
+def ranked(
+    logits: torch.Tensor,
+    hidden: torch.Tensor,
+    *,
+    candidates: int,
+    vocabulary: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """A draft's tokens [..., D, K], log-probs [..., D, K] and cosines [..., D - 1], on its device.
+
+    From logits [..., D, V] and hidden [..., D, H].
+    """
+    logits = logits.float()
+    best = logits.topk(min(candidates, logits.shape[-1]))
+    log_probs = best.values - logits.logsumexp(-1, keepdim=True)
+    tokens = best.indices if vocabulary is None else vocabulary[best.indices]
+    states = hidden.float()
+    cosines = F.cosine_similarity(states[..., 1:, :], states[..., :-1, :], dim=-1)
+    return [tokens, log_probs, cosines]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

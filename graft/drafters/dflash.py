@@ -21,7 +21,8 @@ from graft.core.kv_cache import KVCache
 from graft.core.linear import FusedLinear, can_pack, cast_parameters, pack_linears
 from graft.core.types import Draft, Drafts
 from graft.drafters import dflash_checkpoint
-from graft.drafters.compiled import compiled
+from graft.drafters.captured import CapturedDFlash
+from graft.drafters.compiled import CompiledDFlash, compiled
 from graft.drafters.dflash_config import DFlashConfig, for_target
 from graft.drafters.dflash_net import DFlashNet
 
@@ -44,7 +45,9 @@ class DFlash:
         if net.draft_tokens is not None:
             self._vocabulary = net.draft_tokens.to(target.device)
             self.head = head_over(target.head_rows(net.draft_tokens), target)
-        self._compiled = compiled(net, target, self.head)
+        self._compiled: CompiledDFlash | CapturedDFlash | None = compiled(net, target, self.head)
+        if target.captures:
+            self._compiled = CapturedDFlash(net, target, self.head)
         self.net = net
         if can_pack(net.fc.weight):
             self.net = copy.deepcopy(net)  # a packed network cannot be trained on or saved

@@ -7,8 +7,8 @@ decoding pass on a CPU is bound by the number of calls, and its module tree make
 them for 30 layers. Here Q, K and V are one product, gate and up another, the cache is written in
 place, and grouped queries are folded into the query axis instead of repeating keys: about 1.7x
 faster per pass than transformers, 1.3x of which is prepacked weights (`core/linear.py`). On a CPU
-the short passes of decoding take one call for all of it (`compiled.py`); this is their reference,
-and what reads long texts.
+the short passes of decoding take one call for all of it (`compiled.py`), on a GPU they are captured
+(`captured.py`); this is their reference, and what reads long texts.
 
 Which rows see which is the caller's: `attend` gets a layer's queries, keys and values. One sequence
 over a cache, many over slots (`slots.py`) and whole texts without a cache share everything else.
@@ -149,6 +149,24 @@ class Decoder:
             layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
         ) -> torch.Tensor:
             return _grouped_attention(queries, *cache.write(layer, keys, values), mask)
+
+        return attend
+
+    def placed(self, buffer: torch.Tensor, places: torch.Tensor, mask: torch.Tensor) -> Attend:
+        """The same in static shapes: new rows go to rows `places` [n] of a cache's buffer.
+
+        `mask` [n, L] is additive and says which of its first L rows they see.
+        """
+        context, mask = mask.shape[1], mask.repeat(self.heads // self.kv_heads, 1)
+
+        def attend(
+            layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        ) -> torch.Tensor:
+            all_keys, all_values = buffer[layer]
+            all_keys.index_copy_(2, places, keys)
+            all_values.index_copy_(2, places, values)
+            seen = all_keys[:, :, :context], all_values[:, :, :context]
+            return _grouped_attention(queries, *seen, mask)
 
         return attend
 

@@ -3,8 +3,8 @@ prefill, verify, commit.
 
 Verification is one pass over root and nodes: position = context length + depth, and every node sees
 the context, its ancestors and itself. On a CPU with a compiler every pass is one call
-(`compiled.py`); else it goes through torch, where a chain is plain causal attention and only a real
-tree gets a mask of its own.
+(`compiled.py`), on a GPU a verification is a captured graph (`captured.py`); else it goes through
+torch, where a chain is plain causal attention and only a real tree gets a mask of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from graft.core.errors import InputError
 from graft.core.fingerprint import fingerprint
 from graft.core.types import DraftTree, Step
 from graft.native.calls import ROWS, Rows
+from graft.targets.captured import CapturedPasses
 from graft.targets.compiled import network_of
 from graft.targets.decoder import Decoder
 from graft.targets.family import family_of
@@ -57,6 +58,8 @@ class HFTarget:
         self.vocab_size = len(self.embedding)
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.cache = self.decoder.new_cache()
+        self.captures = passes == "auto" and self.device.type == "cuda"
+        self._captured = CapturedPasses(self.decoder, self.cache) if self.captures else None
 
     @property
     def invariant(self) -> bool:
@@ -82,6 +85,8 @@ class HFTarget:
         """Logits [N, V] and taps [N, n_taps * H] of the nodes, each as if its path were decoded."""
         if self._network is not None:
             return self._pass(tree.tokens, tree.depths, tree.visible)
+        if self._captured is not None and self._captured.take(len(tree)):
+            return self._captured.verify(tree)
         ids = torch.from_numpy(tree.tokens).to(self.device)
         positions = torch.from_numpy(tree.depths).to(self.device) + self.cache.length
         hidden, taps = self._run(ids, positions, mask=self.mask(tree))
