@@ -23,15 +23,7 @@ from torch.utils.cpp_extension import get_cxx_compiler
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 SOURCES = sorted(path for path in SOURCE.parent.iterdir() if path.suffix in (".cpp", ".h"))
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-std=c++17",
-    "-fno-strict-aliasing",
-    "-fopenmp",
-    "-shared",
-    "-fPIC",
-)
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 FOLDER = Path(__file__).resolve().parents[2] / ".cache"  # or $GRAFT_CACHE
 TIMEOUT = 300  # seconds
 

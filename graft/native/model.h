@@ -118,8 +118,7 @@ static void run_layer(const Team& team, const Model& m, int64_t index, const Row
     float* head = b.qkv + r * width + part * d;
     if (part < m.heads) {
       prepare(head, layer.q_norm, d, m.eps, m.cos + position * d / 2, m.sin + position * d / 2);
-      for (int64_t c = 0; c < d; c += 16)  // in place, as what products take in
-        put_input<T>((Input<T>*)head + c, load(head + c) * scale);
+      for (int64_t c = 0; c < d; c++) head[c] *= scale;
     } else {
       const Slot& slot = rows.slots[b.slot_of[r]];
       remember<T>(m, index, slot, part - m.heads, head, position, slot.length + b.row_in_slot[r]);
@@ -135,7 +134,7 @@ static void run_layer(const Team& team, const Model& m, int64_t index, const Row
     for (; count < BATCH && i < end; count++, i++) {
       int64_t r = i / group % n, head = kv_head * group + i % group;
       if (i / (n * group) != kv_head || b.slot_of[r] != slot_index) break;
-      queries[count] = {(const Input<T>*)(b.qkv + r * width + head * d), b.seen + r * b.most, b.num_seen[r],
+      queries[count] = {b.qkv + r * width + head * d, b.seen + r * b.most, b.num_seen[r],
                         b.scores + count * (b.longest + 32),
                         b.attended + (r * m.heads + head) * d, 0};
     }

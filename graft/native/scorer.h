@@ -2,7 +2,6 @@
 #pragma once
 #include <cmath>
 
-#include "attention.h"
 #include "products.h"
 
 struct Scorer {  // the bilinear term of scorer/terms.py, and the temperatures around it
@@ -82,7 +81,7 @@ static void score(const Scorer& s, const Scored& to) {
         for (int64_t c = 0; c <= K; c += 16) {
           const float* keys[16];
           for (int64_t i = 0; i < 16; i++) keys[i] = children + std::min(c + i, K) * R;
-          store(scores + c, scores_of<0>(query, keys, R) * (float)s.shrink);
+          store(scores + c, scores_of(query, keys, R) * (float)s.shrink);
         }
         memcpy(row, scores, (K + 1) * 4);
       }
