@@ -28,6 +28,7 @@ from graft.core.clock import Clock
 from graft.core.errors import InputError
 from graft.core.types import Draft, Request, Round
 from graft.decode import autoregressive
+from graft.eval.metrics import PARTS, parts_of
 from graft.scorer.checkpoint import EdgeScorer
 from graft.scorer.checkpoint import build as build_scorer
 from graft.trees.best_first import expand, expand_reference
@@ -60,7 +61,7 @@ def main(cfg: DictConfig) -> None:
             passes, target, drafter, cfg.context, cfg.repeats
         ),
         "plain decoding": partial(plain_decoding, cfg, target, prompt),
-        "a round": partial(a_round, target, drafter, method, prompt, cfg.new_tokens),
+        "a round": partial(a_round, method, prompt, cfg.new_tokens),
         "memory": partial(memory, method, prompt, cfg.rounds),
     }
     for title, section in sections.items():
@@ -167,28 +168,16 @@ def plain_decoding(cfg: DictConfig, target: Any, prompt: list[int]) -> dict[str,
     }
 
 
-def a_round(
-    target: Any, drafter: Any, method: Any, prompt: list[int], new_tokens: int
-) -> dict[str, float]:
-    """What a round costs, and what of it is outside the two forward passes.
-
-    Choosing the candidates (inside `propose`) and the mask (inside `verify`) count as outside.
-    """
+def a_round(method: Any, prompt: list[int], new_tokens: int) -> dict[str, float]:
+    """What a round costs, part by part, and what of it is outside the two passes."""
     rounds: list[Round] = []
     method(Request(prompt, min(8, new_tokens)))
     method(Request(prompt, new_tokens), on_round=rounds.append)
-    last = rounds[-1]
-    inside = {"of it the mask": partial(target.mask, last.tree)}
-    if len(last.state.draft.hidden[0]):
-        logits = drafter.head(last.state.draft.hidden)
-        inside["of it the candidates"] = partial(
-            Draft.from_logits, 0, logits, last.state.draft.hidden, candidates=drafter.candidates
-        )
-    hidden = medians(inside, 50)
-    verbs = {v: statistics.median(r.seconds[v] for r in rounds) for v in last.seconds}
-    whole = sum(verbs.values())
-    outside = whole - verbs["propose"] - verbs["verify"] + sum(hidden.values())
-    rows = {f"{label}, ms": 1e3 * seconds for label, seconds in (verbs | hidden).items()}
+    took = [parts_of(one.seconds) for one in rounds]
+    parts = {part: statistics.median(one[part] for one in took) for part in PARTS}
+    whole = sum(parts.values())
+    outside = whole - parts["drafter's pass"] - parts["target's pass"]
+    rows = {f"{part}, ms": 1e3 * seconds for part, seconds in parts.items()}
     return rows | {"overhead, ms": 1e3 * outside, "overhead, % of the round": 100 * outside / whole}
 
 

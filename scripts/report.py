@@ -43,8 +43,10 @@ TEXTS = {
     "draft pass is not. MAT is tokens committed a round, the target's own included: the mean over "
     "rounds, then over responses; a response's last round counts in full. Means are over sets.",
     "head": "Ratios are paired over prompts. A difference whose interval holds 1 is a tie.",
-    "time": "A round is the drafter's pass, the target's pass over the tree, and the rest: "
-    "building (with scoring), budget, accept, commit. The mask is made inside the target's pass.",
+    "time": "One clock runs through a round and is in exactly one part at a time, so the parts sum "
+    "to the round. A pass is all that the network does, drawn candidates included; sampling is "
+    "nothing where the pass itself gives the likeliest token. Blank: there is no such part, or "
+    "what was measured did not tell it apart.",
     "loss": "A round ends at the token that the target wanted and the path did not have. It was "
     "not among the drafter's candidates (not drafted); it was one, but no node carried it "
     "(budget); a node did, under another parent (mismatch); or the path had reached the full depth "

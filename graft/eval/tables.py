@@ -16,7 +16,7 @@ import numpy as np
 from graft.data.published import Published
 from graft.eval.bootstrap import interval
 from graft.eval.fate import KINDS
-from graft.eval.metrics import MEAN, OVERHEAD, Method, ratio
+from graft.eval.metrics import MEAN, PARTS, Method, ratio
 from graft.eval.page import TableData
 
 NAMES = {
@@ -125,22 +125,18 @@ def head_to_head(block: Block, focus: str) -> TableData:
 
 
 def times(block: Block) -> TableData:
-    """Where a round's time goes; the overhead as a share of the verify pass, and its parts."""
+    """Where a round's time goes, part by part: the parts of a method sum to its round."""
+    cells = [method.mean for method in block.methods.values()]
     rows = []
-    for name, method in block.methods.items():
-        cell = method.mean
-        if not cell.draft:
-            rows.append(
-                [label(name), f"{cell.round_ms:.1f}", "", "", "", "", *[""] * len(OVERHEAD)]
-            )
-            continue
-        row = [label(name), f"{cell.round_ms:.1f}"]
-        row += [f"{100 * share:.1f} %" for share in (cell.draft, cell.verify, cell.other)]
-        row += [f"{100 * cell.other / cell.verify:.1f} %"]
-        rows.append([*row, *(f"{cell.overhead[verb]:.2f}" for verb in OVERHEAD)])
-    headings = ["", "ms a round", "draft", "verify", "other", "other / verify"]
-    headings += [f"{verb}, ms" for verb in OVERHEAD]
-    return TableData(f"Where the time goes: {block.title}", headings, rows)
+    for part in PARTS:
+        shares = [(cell.parts[part], 100 * cell.parts[part] / cell.round_ms) for cell in cells]
+        rows.append([part, *(f"{ms:.3f} ({of:.1f} %)" if ms else "" for ms, of in shares)])
+    rows.append(["the round", *(f"{sum(cell.parts.values()):.3f}" for cell in cells)])
+    over = [f"{100 * cell.other / cell.verify:.1f} %" for cell in cells]
+    rows.append(["all but the passes / target's pass", *over])
+    names = [label(name) for name in block.methods]
+    caption = f"Where the time goes, ms a round (share of it): {block.title}"
+    return TableData(caption, ["", *names], rows)
 
 
 def losses(block: Block) -> TableData:

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from graft.core.clock import Part
 from graft.core.errors import InputError
 from graft.core.fingerprint import fingerprint
 from graft.core.types import Draft
@@ -57,6 +58,7 @@ class EdgeScorer:
         self.config = dict(config)
         self._pairs = scorer.term.uses_grandparent
 
+    @Part("score")
     @torch.inference_mode()
     def edge_scores(self, draft: Draft) -> tuple[np.ndarray, np.ndarray]:
         """The K candidates [D, K] that are scored, and their scores [D, G, K, K].

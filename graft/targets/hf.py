@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from graft.core.clock import Part
 from graft.core.errors import InputError
 from graft.core.fingerprint import fingerprint
 from graft.core.types import DraftTree, Step
@@ -77,8 +78,9 @@ class HFTarget:
         """Logits [N, V] and taps [N, n_taps * H] of the nodes, each as if its path were decoded."""
         if self._network is not None:
             return self._pass(tree.tokens, tree.depths, tree.visible)
-        ids = torch.from_numpy(tree.tokens).to(self.device)
-        positions = torch.from_numpy(tree.depths).to(self.device) + self.cache.length
+        with Part("masks"):
+            ids = torch.from_numpy(tree.tokens).to(self.device)
+            positions = torch.from_numpy(tree.depths).to(self.device) + self.cache.length
         hidden, taps = self._run(ids, positions, mask=self.mask(tree))
         return Step(self.decoder.logits(hidden), taps)
 
@@ -138,10 +140,11 @@ class HFTarget:
         assert self._network is not None
         length = self.cache.length
         self.cache.reserve(len(tokens))
-        rows = [Rows(self.cache.buffer, length, visible)]
+        with Part("masks"):
+            positions, rows = depths + length, [Rows(self.cache.buffer, length, visible)]
         tapped = self.decoder.tapped
         logits, best, taps = self._network.decode(
-            tokens, depths + length, rows, tapped=tapped, first=first
+            tokens, positions, rows, tapped=tapped, first=first
         )
         return Step(logits, taps, best)
 
@@ -151,6 +154,7 @@ class HFTarget:
         self.cache.reserve(len(ids))
         return self.decoder.run(ids, positions, self.decoder.cached(self.cache, mask))
 
+    @Part("masks")
     def mask(self, tree: DraftTree) -> torch.Tensor | None:
         """Additive mask [N, T + N]: 0 where visible, else the dtype's minimum, never -inf."""
         n, length = len(tree), self.cache.length
