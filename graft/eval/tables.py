@@ -16,6 +16,7 @@ import numpy as np
 from graft.data.published import Published
 from graft.eval.bootstrap import interval
 from graft.eval.fate import KINDS
+from graft.eval.limits import Passes
 from graft.eval.metrics import MEAN, PARTS, Method, ratio
 from graft.eval.page import TableData
 
@@ -137,6 +138,36 @@ def times(block: Block) -> TableData:
     names = [label(name) for name in block.methods]
     caption = f"Where the time goes, ms a round (share of it): {block.title}"
     return TableData(caption, ["", *names], rows)
+
+
+def passes(found: Passes) -> TableData:
+    """Each pass beside the machine's limit: what is near 1 cannot be had faster."""
+    through_torch = any(one.eager is not None for one in found.passes)
+    rows = []
+    for one in found.passes:
+        kind = "verify" if one.kind == "verify" else "drafter's pass"
+        name = f"{kind}, {one.rows} rows" if one.rows > 1 else "plain step"
+        times = [one.seconds, *([one.eager] if through_torch else [])]
+        limit = found.limit(one.work) if one.work else None
+        row = [name, _ms(limit) if limit else ""]
+        row.append("" if not one.work else "reading" if found.reads(one.work) else "arithmetic")
+        for took in times:
+            row += [_ms(took) if took else ""]
+            row += [f"{took / limit:.2f}x" if took and limit else ""]
+        rows.append([*row, f"{one.seconds / found.step:.2f}"])
+    headings = ["", "limit, ms", "set by", "pass, ms", "/ limit"]
+    headings += ["through torch, ms", "/ limit"] if through_torch else []
+    caption = (
+        f"Passes at context {found.context} beside the machine's limit: reading "
+        f"{found.bandwidth / 1e9:.3g} GB/s, multiplying {found.rate / 1e9:.3g} GFLOP/s"
+    )
+    return TableData(caption, [*headings, "pass / plain step"], rows)
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds, three digits of them."""
+    ms = 1e3 * seconds
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 def losses(block: Block) -> TableData:
