@@ -1,9 +1,12 @@
-"""Measure this machine: tree building, passes of the target, plain decoding, overhead, memory.
+"""Measure this machine: passes, tree building, plain decoding, the parts of a round, memory.
 
     python scripts/bench.py
+    python scripts/bench.py what=passes
     python scripts/bench.py target.dtype=float32 rounds=0
     python scripts/bench.py +experiment=qwen3_8b
 
+Passes stand beside the machine's limit, the time to read their weights or to multiply them, as it
+is measured in the same run (docs/passes.md); OUT/passes.json keeps them for scripts/report.py.
 Repetitions are interleaved and medians reported, so that a busy neighbour slows every row alike.
 """
 
@@ -11,38 +14,41 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from launch import open_log, stage
-from methods import bind, drafts, method_of
-from omegaconf import DictConfig
+from launch import WIDTH, open_log, stage, table
+from methods import bind, drafts, machine_of, method_of
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from graft.core.clock import Clock
 from graft.core.errors import InputError
-from graft.core.types import Draft, Request, Round
+from graft.core.runlog import provenance
+from graft.core.types import Request, Round
 from graft.decode import autoregressive
+from graft.eval import limits, tables
+from graft.eval.limits import medians, random_draft
+from graft.eval.metrics import PARTS, parts_of
 from graft.scorer.checkpoint import EdgeScorer
 from graft.scorer.checkpoint import build as build_scorer
 from graft.trees.best_first import expand
 from graft.trees.blackboard import expand_reference
 from graft.trees.tdes import TDES
 
-DRAFTER = "the drafter, head and candidates included, ms"
 RUNGS: dict[str, dict[str, bool]] = {"r5": {}, "r6": {"two_parents": True}}
-ROWS = (1, 4, 8, 16, 32, 64, 128)  # of a verify pass, root included
 
 
 @stage("bench")
 def main(cfg: DictConfig) -> None:
     console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)
     if not drafts(cfg.method):
         raise InputError("bench measures a round of a method that drafts; choose another method")
     decode = method_of(cfg.method)
@@ -54,47 +60,45 @@ def main(cfg: DictConfig) -> None:
     console.print(name.replace("torch.", ""), style="dim", soft_wrap=True)
     prompt = target.encode_chat([{"role": "user", "content": "Tell a long story about a ship."}])
 
-    sections: dict[str, Callable[[], dict[str, float]]] = {
-        "tree building (D = 15, K = 64)": partial(tree_building, cfg.repeats),
-        "edge scoring and tree building (random scorers)": partial(
-            scored_trees, target, cfg.repeats
+    sections: dict[str, tuple[str, Callable[[], dict[str, float]]]] = {
+        "trees": ("tree building (D = 15, K = 64)", partial(tree_building, cfg.repeats)),
+        "scores": (
+            "edge scoring and tree building (random scorers)",
+            partial(scored_trees, target, cfg.repeats),
         ),
-        f"passes at context {cfg.context}": partial(
-            passes, target, drafter, cfg.context, cfg.repeats
-        ),
-        "plain decoding": partial(plain_decoding, cfg, target, prompt),
-        "a round": partial(a_round, target, drafter, method, prompt, cfg.new_tokens),
-        "memory": partial(memory, method, prompt, cfg.rounds),
+        "plain": ("plain decoding", partial(plain_decoding, cfg, target, prompt)),
+        "round": ("a round", partial(a_round, method, prompt, cfg.new_tokens)),
+        "memory": ("memory", partial(memory, method, prompt, cfg.rounds)),
     }
-    for title, section in sections.items():
-        if not (rows := section()):
+    wanted = parts_asked(cfg.what, ["passes", *sections])
+    if "passes" in wanted:
+        found = passes(cfg, target, drafter)
+        shown = tables.passes(found)
+        console.print(shown.caption, soft_wrap=True)
+        console.print(table(shown.headings, shown.rows))
+        log.log({f"passes/{p.kind} {p.rows}, ms": 1e3 * p.seconds for p in found.passes})
+        Path(cfg.out).mkdir(parents=True, exist_ok=True)
+        found.save(Path(cfg.out) / "passes.json")
+        console.print(f"wrote {Path(cfg.out) / 'passes.json'}", style="dim", soft_wrap=True)
+    for name, (title, section) in sections.items():
+        if name not in wanted or not (rows := section()):
             continue
-        table = Table(title=title, title_justify="left", box=None, show_header=False)
+        out = Table(title=title, title_justify="left", box=None, show_header=False)
         for label, value in rows.items():
-            table.add_row(label, f"{value:.3g}")
+            out.add_row(label, f"{value:.3g}")
         log.log({f"{title}/{label}": value for label, value in rows.items()})
-        console.print(table)
+        console.print(out)
     log.close()
 
 
-def medians(functions: Mapping[Any, Callable[[], object]], repeats: int) -> dict[Any, float]:
-    """Median seconds of each function, all of them run in turn."""
-    clock = Clock(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    for function in functions.values():
-        function()
-    seconds: dict[Any, list[float]] = {key: [] for key in functions}
-    for _ in range(repeats):
-        for key, function in functions.items():
-            start = clock.now()
-            function()
-            seconds[key].append(clock.now() - start)
-    return {key: statistics.median(values) for key, values in seconds.items()}
-
-
-def random_draft(depth: int, candidates: int, vocabulary: int) -> Draft:
-    """Marginals about as peaked as a drafter's."""
-    logits = 3 * torch.randn(depth, vocabulary, generator=torch.Generator().manual_seed(0))
-    return Draft.from_logits(0, logits, torch.empty(depth, 0), candidates=candidates)
+def parts_asked(what: Any, known: Sequence[str]) -> list[str]:
+    """What to measure: `all` or some of the parts. Raises InputError."""
+    wanted = [what] if isinstance(what, str) else list(what or [])
+    if wanted == ["all"]:
+        return list(known)
+    if not wanted or set(wanted) - set(known):
+        raise InputError(f"what must be all, or some of {', '.join(known)}, not {what}")
+    return wanted
 
 
 def tree_building(repeats: int) -> dict[str, float]:
@@ -117,8 +121,8 @@ def scored_trees(target: Any, repeats: int) -> dict[str, float]:
         model = {"term": "bilinear", "mode": "normalised", "depth": D, "width": 64, "dropout": 0.0}
         model |= {"hidden_size": target.hidden_size, "state_size": target.hidden_size, **more}
         net = build_scorer(model).to(target.device)
-        tables = net.tables(target.embed(every))
-        scorer = EdgeScorer(net, tables, {"depth": D, "candidates": K})
+        rows = net.tables(target.embed(every))
+        scorer = EdgeScorer(net, rows, {"depth": D, "candidates": K}).compile()
         draft = random_draft(D, K, min(target.vocab_size, 2000))
         hidden = torch.randn(D, target.hidden_size, device=target.device)
         draft = dataclasses.replace(draft, hidden=hidden)
@@ -130,20 +134,21 @@ def scored_trees(target: Any, repeats: int) -> dict[str, float]:
     return {label: 1e6 * took for label, took in medians(functions, 10 * repeats).items()}
 
 
-def passes(target: Any, drafter: Any, context: int, repeats: int) -> dict[str, float]:
-    """Verify passes by nodes (root included; one node is an AR step), and the drafter's pass."""
-    drafter.reset()
-    taps = target.prefill([100] * context).taps
-    drafter.propose(100, taps)
-    draft = random_draft(7, 64, min(target.vocab_size, 2000))
-    functions: dict[Any, Callable[[], object]] = {
-        n: partial(target.verify, expand(draft, n - 1)) for n in ROWS
-    }
-    functions["drafter"] = partial(drafter.propose, 100, taps[:2])  # two tokens a round
-    took = medians(functions, repeats)
-    rows = {DRAFTER: 1e3 * took["drafter"]}
-    rows |= {f"{n} nodes, ms": 1e3 * took[n] for n in ROWS}
-    return rows | {f"{n} nodes, AR steps": took[n] / took[1] for n in ROWS[1:]}
+def passes(cfg: DictConfig, target: Any, drafter: Any) -> limits.Passes:
+    """Passes beside the machine's limit, and the same through torch if that is asked for."""
+    eager = None
+    if cfg.eager and cfg.target.passes == "auto":
+        other = instantiate(cfg.target, passes="eager")
+        eager = other, instantiate(cfg.drafter, target=other)
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    return limits.measure(
+        target,
+        drafter,
+        eager=eager,
+        context=cfg.context,
+        repeats=cfg.repeats,
+        made_by=machine_of(target, drafter) | provenance(config),
+    )
 
 
 def plain_decoding(cfg: DictConfig, target: Any, prompt: list[int]) -> dict[str, float]:
@@ -172,28 +177,16 @@ def plain_decoding(cfg: DictConfig, target: Any, prompt: list[int]) -> dict[str,
     }
 
 
-def a_round(
-    target: Any, drafter: Any, method: Any, prompt: list[int], new_tokens: int
-) -> dict[str, float]:
-    """What a round costs, and what of it is outside the two forward passes.
-
-    Choosing the candidates (inside `propose`) and the mask (inside `verify`) count as outside.
-    """
+def a_round(method: Any, prompt: list[int], new_tokens: int) -> dict[str, float]:
+    """What a round costs, part by part, and what of it is outside the two passes."""
     rounds: list[Round] = []
     method(Request(prompt, min(8, new_tokens)))
     method(Request(prompt, new_tokens), on_round=rounds.append)
-    last = rounds[-1]
-    inside = {"of it the mask": partial(target.mask, last.tree)}
-    if len(last.state.draft.hidden[0]):
-        logits = drafter.head(last.state.draft.hidden)
-        inside["of it the candidates"] = partial(
-            Draft.from_logits, 0, logits, last.state.draft.hidden, candidates=drafter.candidates
-        )
-    hidden = medians(inside, 50)
-    verbs = {v: statistics.median(r.seconds[v] for r in rounds) for v in last.seconds}
-    whole = sum(verbs.values())
-    outside = whole - verbs["propose"] - verbs["verify"] + sum(hidden.values())
-    rows = {f"{label}, ms": 1e3 * seconds for label, seconds in (verbs | hidden).items()}
+    took = [parts_of(one.seconds) for one in rounds]
+    parts = {part: statistics.median(one[part] for one in took) for part in PARTS}
+    whole = sum(parts.values())
+    outside = whole - parts["drafter's pass"] - parts["target's pass"]
+    rows = {f"{part}, ms": 1e3 * seconds for part, seconds in parts.items()}
     return rows | {"overhead, ms": 1e3 * outside, "overhead, % of the round": 100 * outside / whole}
 
 

@@ -27,8 +27,7 @@ from graft.core.types import Generation, Request
 from graft.decode import autoregressive
 from graft.decode.text import Detokenizer
 from graft.eval.lossless import first_difference
-
-VERBS = ("propose", "allocate", "build", "trim", "verify", "accept", "commit")
+from graft.eval.metrics import PARTS, parts_of
 
 
 @stage("generate", literal=("prompt", "messages"))
@@ -137,7 +136,7 @@ def summary(result: Generation) -> dict[str, Any]:
 
 
 def table(results: dict[str, Generation]) -> Table:
-    """One column a method: counts, MAT, speed, and milliseconds a round by stage."""
+    """One column a method: counts, MAT, speed, and milliseconds a round by part."""
     out = Table(box=None, pad_edge=False)
     for heading in ("", *results):
         out.add_column(heading, justify="right" if heading else "left")
@@ -150,17 +149,17 @@ def table(results: dict[str, Generation]) -> Table:
     def a_round(result: Generation, seconds: float) -> float:
         return 1e3 * seconds / max(len(result.committed), 1)
 
-    def of_verb(verb: str, result: Generation) -> float | None:
-        return a_round(result, result.seconds[verb]) if verb in result.seconds else None
+    def of_part(part: str, result: Generation) -> float | None:
+        return a_round(result, parts_of(result.seconds)[part]) or None
 
     row("tokens", "d", lambda r: len(r.tokens))
     row("rounds", "d", lambda r: len(r.committed))
     row("MAT (tokens a round)", ".2f", lambda r: r.mat)
     row("tokens/s", ".1f", lambda r: r.tokens_per_second)
     row("prefill, ms", ".0f", lambda r: 1e3 * r.seconds["prefill"])
-    for verb in VERBS:
-        row(f"{verb}, ms a round", ".2f", partial(of_verb, verb))
-    row("all but propose, verify", ".2f", lambda r: a_round(r, r.overhead_seconds))
+    for part in PARTS:
+        row(f"{part}, ms a round", ".3f", partial(of_part, part))
+    row("all but the passes", ".3f", lambda r: a_round(r, r.overhead_seconds))
     return out
 
 

@@ -28,6 +28,7 @@ from graft.data.collected import difference
 from graft.data.results import read
 from graft.eval import tables
 from graft.eval.figures import FIGURES
+from graft.eval.limits import Passes
 from graft.eval.metrics import ratio, summarise
 from graft.eval.page import FigureData, Page, Section, render
 from graft.eval.tables import Block, label
@@ -43,8 +44,13 @@ TEXTS = {
     "draft pass is not. MAT is tokens committed a round, the target's own included: the mean over "
     "rounds, then over responses; a response's last round counts in full. Means are over sets.",
     "head": "Ratios are paired over prompts. A difference whose interval holds 1 is a tie.",
-    "time": "A round is the drafter's pass, the target's pass over the tree, and the rest: "
-    "building (with scoring), budget, accept, commit. The mask is made inside the target's pass.",
+    "time": "One clock runs through a round and is in exactly one part at a time, so the parts sum "
+    "to the round. A pass is all that the network does, drawn candidates included; sampling is "
+    "nothing where the pass itself gives the likeliest token. Blank: there is no such part, or "
+    "what was measured did not tell it apart.",
+    "passes": "No pass is faster than reading its weights once, nor than their products; both "
+    "rates were measured together with the passes. What the ratio holds beyond 1: attention over "
+    "the context, norms, the way into a pass, and what could still be won.",
     "loss": "A round ends at the token that the target wanted and the path did not have. It was "
     "not among the drafter's candidates (not drafted); it was one, but no node carried it "
     "(budget); a node did, under another parent (mismatch); or the path had reached the full depth "
@@ -56,6 +62,10 @@ TEXTS = {
     "published": "Other machines, other baselines, other lengths: compare MAT first.",
     "pictures": "The same results, drawn.",
 }
+UNMEASURED = (
+    "Nobody has measured these models' passes on the machine of these results: "
+    "python scripts/bench.py what=passes does."
+)
 
 
 @stage("report")
@@ -75,7 +85,7 @@ def main(cfg: DictConfig) -> None:
     for block in blocks:
         about_it = f"{tables.short(block.target)}-{block.dtype}-t{block.temperature:g}-"
         name = about_it if len(blocks) > 1 else ""
-        found = sections_of(block, focus_of(block, cfg.focus), papers)
+        found = sections_of(block, focus_of(block, cfg.focus), papers, passes_of(cfg, block))
         figures = draw(block, out, name)
         made += [out / f"{name}{key}.png" for key in figures]
         found[-1].figures.extend(figures.values())
@@ -146,12 +156,25 @@ def focus_of(block: Block, wanted: str) -> str:
     return max(block.methods, key=lambda name: block.methods[name].mean.speedup)
 
 
-def sections_of(block: Block, focus: str, papers: Sequence[published.Published]) -> list[Section]:
+def passes_of(cfg: DictConfig, block: Block) -> Passes | None:
+    """What scripts/bench.py measured, if it measured these models on the machine of the results.
+
+    Raises InputError for a damaged file.
+    """
+    file = Path(cfg.passes)
+    found = Passes.load(file) if file.exists() else None
+    return found if found and found.fits(block.made_by["models"]) else None
+
+
+def sections_of(
+    block: Block, focus: str, papers: Sequence[published.Published], passes: Passes | None
+) -> list[Section]:
     """Everything about one model at one temperature; pictures go with the last."""
     parts = [
         (f"Results: {block.title}", "results", [tables.by_set(block), tables.speeds(block)]),
         (f"{label(focus)} against the others", "head", [tables.head_to_head(block, focus)]),
         ("Where the time goes", "time", [tables.times(block)]),
+        ("What a pass costs", "passes", [tables.passes(passes)] if passes else []),
         ("Why rounds end", "loss", [tables.losses(block)]),
         ("Is it lossless?", "lossless", [tables.divergences(block)]),
     ]
@@ -159,7 +182,8 @@ def sections_of(block: Block, focus: str, papers: Sequence[published.Published])
         beside = tables.beside(block, papers)
         parts.append(("Published numbers", "published", beside))
     parts.append((f"Pictures: {block.title}", "pictures", []))
-    texts = TEXTS | {"results": f"{where(block)}\n\n{TEXTS['results']}"}
+    texts = TEXTS | ({} if passes else {"passes": UNMEASURED})
+    texts |= {"results": f"{where(block)}\n\n{TEXTS['results']}"}
     return [Section(head, texts[key], found) for head, key, found in parts]
 
 

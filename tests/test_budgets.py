@@ -252,10 +252,9 @@ def test_a_slow_neighbour_is_divided_out():
         for context, repeat in ((c, r) for r in range(20) for c in rounds):
             noise = drift[repeat] * rng.normal(1, 0.02, (len(SIZES), len(truth)))
             seconds = np.stack(np.broadcast_arrays(*truth.values()), 1) * noise
-            verbs = dict.fromkeys((*profiling.HOST, "propose", "verify"), 0.0)
             rounds[context].append(
                 {
-                    int(n): verbs | dict(zip(truth, row, strict=True))
+                    int(n): dict(zip(truth, row, strict=True))
                     for n, row in zip(SIZES, seconds.tolist(), strict=True)
                 }
             )

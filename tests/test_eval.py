@@ -272,7 +272,7 @@ def test_a_summary_adds_up():
     assert (fast.mean.loss["mismatch"], fast.mean.mismatch) == (0.5, 1.0), (
         "rounds at full depth fail not"
     )
-    assert fast.mean.overhead["accept"] == pytest.approx(1e3 * (2.75 / 4) / 2)
+    assert fast.mean.parts["acceptance"] == pytest.approx(1e3 * (2.75 / 4) / 2)
     assert (fast.mean.nodes, fast.mean.nodes_sd) == (6, 2)
 
 

@@ -17,7 +17,8 @@ import yaml
 from test_scripts import run
 
 from graft.eval import figures, tables
-from graft.eval.metrics import summarise
+from graft.eval.limits import Pass, Passes, Work
+from graft.eval.metrics import PARTS, summarise
 from graft.eval.tables import Block
 
 RACE = (
@@ -158,6 +159,51 @@ def test_the_fastest_of_each_column_is_bold():
     assert "\\textbf{4.00}" in tables.latex([block])
     assert block.best("ddtree").name == "ddtree_8"
     assert block.best("tdes") is None
+
+
+def test_parts_of_a_round_add_up(raced):
+    block = report.block_of(raced / "t0", seed=0)
+    table = tables.times(block)
+    for place, method in enumerate(block.methods.values(), 1):
+        column = [row[place] for row in table.rows]
+        parts = [cell.split() for cell in column[: len(PARTS)] if cell]
+        assert float(column[len(PARTS)]) == pytest.approx(method.mean.round_ms, abs=1e-3)
+        assert sum(float(ms) for ms, *_ in parts) == pytest.approx(method.mean.round_ms, abs=5e-3)
+        assert sum(float(share[1:]) for _, share, _ in parts) == pytest.approx(100, abs=0.6)
+    of = {row[0]: dict(zip(table.headings[1:], row[1:], strict=True)) for row in table.rows}
+    assert of["scoring"]["TDES 4"], "the scorer's own"
+    assert of["scoring"]["DDTree 4"] == of["drafter's pass"]["AR"] == "", "it has none"
+    assert all(of["Python between"].values())
+
+
+def test_passes_of_the_same_models_are_shown_beside_the_limit(reported, raced, tmp_path):
+    made_by = json.loads((raced / "t0/made_by.json").read_text())["models"]
+    step = Pass("verify", 1, 2e-3, 8e-3, Work(10**6, 10**6))
+    wide = Pass("verify", 64, 6e-3, None, Work(10**6, 64 * 10**6))
+    draft = Pass("draft", 8, 1e-3, None, None)
+    file = tmp_path / "passes.json"
+    for models, shown in ((made_by, True), (made_by | {"threads": 99}, False)):
+        Passes(256, 1e9, 2e10, [step, wide, draft], models).save(file)
+        code, _, err = reported(f"results={raced / 't0'}", f"passes={file}")
+        assert code == 0, err
+        page = (tmp_path / "out/index.html").read_text()
+        assert ("reading 1 GB/s, multiplying 20 GFLOP/s" in page) is shown
+        assert ("what=passes" in page) is not shown
+        text = (tmp_path / "out/table.md").read_text()
+        line = "| plain step | 1 | reading | 2 | 2.00x | 8 | 8.00x | 1.00 |"
+        assert (line in text) is shown
+    file.write_text("{}")
+    code, _, err = reported(f"results={raced / 't0'}", f"passes={file}")
+    assert code == 2
+    assert "holds no passes" in err
+
+
+def test_results_that_told_no_parts_apart_leave_them_blank():
+    table = tables.times(planted({"ar": 4.0, "ddtree_4": 2.0}))  # seconds as they once were
+    of = {row[0]: row[2] for row in table.rows}
+    assert of["drafter's pass"] == "1000.000 (25.0 %)"
+    assert of["Python between"] == of["scoring"] == ""
+    assert of["the round"] == "4000.000"
 
 
 def test_a_tie_is_called_one():

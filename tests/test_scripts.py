@@ -97,7 +97,15 @@ def test_generate_compares_with_plain_decoding(tiny_run, tmp_path):
     )
     assert code == 0
     assert "tokens identical to AR: yes" in out
-    for row in ("tokens", "rounds", "MAT", "tokens/s", "propose, ms", "verify, ms", "commit, ms"):
+    for row in (
+        "tokens",
+        "rounds",
+        "MAT",
+        "tokens/s",
+        "drafter's pass, ms",
+        "cache, ms",
+        "Python between, ms",
+    ):
         assert row in out
     folder = next((tmp_path / "outputs/generate").iterdir())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -193,15 +201,21 @@ def test_lossless_trusts_no_rows_of_other_code(tiny_run, tmp_path, monkeypatch):
 def test_bench_measures_the_tiny_model(tiny_run, tmp_path):
     pytest.importorskip("psutil")
     settings = ("repeats=2", "context=20", "new_tokens=6", "rounds=120", "drafter=noisy")
+    settings += (f"out={tmp_path / 'constants'}",)
     code, out, _ = tiny_run(bench, *settings)
     assert code == 0
-    for row in ("plain heap / ours", "64 nodes, AR steps", "overhead, % of the round", "grew by"):
+    for row in ("plain heap / ours", "verify, 64 rows", "overhead, % of the round", "grew by"):
         assert row in out
     rows = next((tmp_path / "outputs/bench").glob("*/metrics.jsonl")).read_text().splitlines()
     assert all(isinstance(v, float | int) for row in rows for v in json.loads(row).values())
-    code, _, err = tiny_run(bench, "method=ar")
-    assert code == 2
-    assert "choose another method" in err
+    for wrong, words in (
+        ("method=ar", "choose another method"),
+        ("what=[passes,nothing]", "what must be all, or some of passes, trees"),
+        ("context=1000", "context=1000 must lie in 1..896"),
+    ):
+        code, _, err = tiny_run(bench, wrong, *settings[-1:])
+        assert code == 2
+        assert words in err
 
 
 def test_lossless_reports_a_method_that_is_not(tiny_run, monkeypatch):

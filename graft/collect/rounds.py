@@ -17,6 +17,7 @@ from graft.collect.asking import (
     free_memory,
     leaving_out_of_memory,
 )
+from graft.core.clock import by_verb
 from graft.core.types import Generation, Round
 from graft.data.prompts import Prompt
 
@@ -85,7 +86,7 @@ class Recorder:
                 "target_argmax": best,
                 "path": done.path,
                 "bonus": done.bonus,
-                "seconds": done.seconds,
+                "seconds": by_verb(done.seconds),
             }
         )
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from graft.core.clock import decode_seconds
 from graft.core.errors import InputError
 
 
@@ -209,7 +210,7 @@ class Round:
     step: Step
     path: list[int]  # accepted nodes, root first
     bonus: int  # the target's own token after the path
-    seconds: dict[str, float]  # by verb
+    seconds: dict[str, float]  # by stage (core/clock.py); they sum to the round
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +251,7 @@ class Generation:
     stopped: bool  # ended by a stop token rather than by max_new_tokens
     committed: list[int]  # tokens committed by each round, bonus included; the last counts in full
     nodes: list[int]  # drafted nodes verified in each round
-    seconds: dict[str, float]  # total by verb, and "prefill"
+    seconds: dict[str, float]  # total by stage (core/clock.py), "prefill" among them
 
     @property
     def mat(self) -> float:
@@ -259,8 +260,8 @@ class Generation:
 
     @property
     def decode_seconds(self) -> float:
-        """Time in the verbs: first draft pass included, prefill and callbacks not."""
-        return sum(self.seconds.values()) - self.seconds["prefill"]
+        """All the time of decoding: first draft pass included, prefill and callbacks not."""
+        return decode_seconds(self.seconds)
 
     @property
     def overhead_seconds(self) -> float:

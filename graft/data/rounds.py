@@ -27,7 +27,7 @@ One row a round; a tree of N nodes, root included; D depths, K candidates, both 
     path              list<int32>   accepted nodes, root first; in a response's last round it may
                                     go on past the end
     bonus             int32         the target's own token behind the path
-    seconds           struct        of each of the seven verbs
+    seconds           struct        of each of the seven verbs, its parts included
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from graft.core.clock import Clock
+from graft.core.clock import PYTHON, Clock
 from graft.core.interfaces import Target
 from graft.core.tree import chain_tree
 from graft.core.types import Generation, Request
@@ -36,18 +36,22 @@ def stream(request: Request, *, target: Target) -> Rounds:
     with clock("prefill"):
         token = sampler.draws(target.prefill(request.prompt))(0)
     yield response.extend([token])
-    while not response.finished:
-        with clock("verify"):
-            step = target.verify(chain_tree(token, *nothing))
-            target.commit([0])
-        with clock("accept"):
-            token = sampler.draws(step)(0)
-        yield response.extend([token])
+    with clock(PYTHON):
+        while not response.finished:
+            with clock("verify"):
+                step = target.verify(chain_tree(token, *nothing))
+            with clock("commit"):
+                target.commit([0])
+            with clock("accept"):
+                token = sampler.draws(step)(0)
+            tokens = response.extend([token])
+            with clock.paused():
+                yield tokens
     passes = len(response.tokens) - 1
     return Generation(
         tokens=response.tokens,
         stopped=response.stopped,
         committed=[1] * passes,
         nodes=[0] * passes,
-        seconds=dict(clock.totals),
+        seconds=clock.totals,
     )

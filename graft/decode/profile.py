@@ -1,7 +1,7 @@
 """Measure what rounds cost on the real execution path: the decode loop itself, at dealt budgets.
 
 Every repetition decodes a little from a text of every context length, once plainly and once with
-a budget of each size in a shuffled order, and keeps the times of the loop's own verbs. So sizes,
+a budget of each size in a shuffled order, and keeps the times of the loop's own stages. So sizes,
 contexts and plain decoding are interleaved, and a busy neighbour slows all of them alike. What it
 does to a whole repetition is divided out before medians are taken (one sweep of Tukey's median
 polish): the medians of two halves of a run then agree two to three times as well on a shared
@@ -22,7 +22,6 @@ from graft.core.interfaces import ANY_CONTEXT, Drafter, Target, TreeBuilder
 from graft.core.types import DraftTree, Request, Round, RoundState
 from graft.decode import autoregressive, loop
 
-HOST = ("allocate", "build", "trim", "accept", "commit")  # verbs outside the two passes
 PLAIN = 8  # steps of plain decoding a repetition
 
 
@@ -91,7 +90,7 @@ class _DealtError(Exception):
 
 
 def _dealt(request: Request, deck: Sequence[int], **parts: Any) -> dict[int, dict[str, float]]:
-    """Seconds by verb of one round a budget, by drafted nodes.
+    """Seconds by stage of one round a budget, by drafted nodes.
 
     One round comes before them and is dropped: the drafter reads the whole prompt in it.
     """
@@ -106,26 +105,27 @@ def _medians(
     rounds: Mapping[int, Sequence[Mapping[int, Mapping[str, float]]]],
     steps: Mapping[int, Sequence[float]],
 ) -> dict[str, np.ndarray]:
-    """Of rounds by context, repetition, nodes and verb."""
+    """Of rounds by context, repetition, nodes and stage."""
     contexts = sorted(rounds)
     nodes = sorted(set.intersection(*(set(dealt) for c in contexts for dealt in rounds[c])))
 
-    def seconds(context: int, verbs: Sequence[str]) -> np.ndarray:
-        """[repeats, S]"""
-        return np.array(
-            [[sum(dealt[n][v] for v in verbs) for n in nodes] for dealt in rounds[context]]
-        )
-
     found: dict[str, list[Any]] = {key: [] for key in ("ar", "draft", "verify", "host", "spread")}
     for context in contexts:
-        whole = seconds(context, ["propose", "verify", *HOST])
+        parts = np.array([[split(dealt[n]) for n in nodes] for dealt in rounds[context]])
+        whole = parts.sum(-1)  # [repeats, S]
         pace = np.median(whole / np.median(whole, axis=0), axis=1)  # of each repetition
-        even = {v: seconds(context, v) / pace[:, None] for v in (("propose",), ("verify",), HOST)}
+        draft, verify, host = np.moveaxis(parts / pace[:, None, None], -1, 0)
         low, middle, high = np.quantile(whole / pace[:, None], [0.25, 0.5, 0.75], axis=0)
         found["ar"].append(np.median(np.array(steps[context]) / pace))
-        found["draft"].append(np.median(even["propose",]))
-        found["verify"].append(np.median(even["verify",], axis=0))
-        found["host"].append(np.median(even[HOST], axis=0))
+        found["draft"].append(np.median(draft))
+        found["verify"].append(np.median(verify, axis=0))
+        found["host"].append(np.median(host, axis=0))
         found["spread"].append((high - low) / middle)
     arrays = {name: np.array(rows) for name, rows in found.items()}
     return {"contexts": np.array(contexts), "nodes": np.array(nodes), **arrays}
+
+
+def split(seconds: Mapping[str, float]) -> tuple[float, float, float]:
+    """A round by stage: the drafter's pass, the target's, and all else."""
+    draft, verify = seconds["propose"], seconds["verify"]
+    return draft, verify, sum(seconds.values()) - draft - verify

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from graft.core.clock import Part
 from graft.core.types import Request, Step
 
 
@@ -22,6 +23,7 @@ class Sampler:
         self._request = request
         self._generator = torch.Generator(device).manual_seed(request.seed)
 
+    @Part("sample")
     def draws(self, step: Step) -> Callable[[int], int]:
         """Give the function that maps a node of a pass to the target's token after it."""
         logits, best = step.logits, step.best
@@ -31,12 +33,18 @@ class Sampler:
             return lambda node: int(best[node])
         # On a CPU only the rows on the path, by numpy: torch's argmax over all of them is slow.
         if logits.device.type == "cpu":
-            return lambda node: int(logits[node].float().numpy().argmax())
+            return lambda node: _likeliest(logits[node])
         return logits.argmax(-1).tolist().__getitem__  # one launch and one copy for all nodes
 
+    @Part("sample")
     def _draw(self, logits: torch.Tensor) -> int:
         probs = probabilities(logits, self._request)
         return int(torch.multinomial(probs, 1, generator=self._generator))
+
+
+@Part("sample")
+def _likeliest(logits: torch.Tensor) -> int:
+    return int(logits.float().numpy().argmax())
 
 
 def probabilities(logits: torch.Tensor, request: Request) -> torch.Tensor:

@@ -5,7 +5,7 @@
     stopped         by a stop token rather than by max_new_tokens
     committed       tokens each round committed, bonus included; the last counts in full
     nodes           drafted nodes verified in each round
-    seconds         in the response, by verb, and of the prefill
+    seconds         in the response by stage (core/clock.py), and of the prefill
 
 and of methods that draft, round by round:
 
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from graft.budgets.cost import CostTable
+from graft.core import clock
 from graft.core.types import Generation, Request, Round
 from graft.eval.fate import KINDS, Fate, fate
 
@@ -51,7 +52,7 @@ def measure(
 
 
 class Watch:
-    """The on-round hook, outside the verbs' times."""
+    """The on-round hook, in the caller's time."""
 
     def __init__(self, trees: bool) -> None:
         self.columns: dict[str, list[Any]] = {"paths": [], "fates": [], "conf": [], "budgets": []}
@@ -89,8 +90,8 @@ def shown(done: Round, found: Fate) -> dict[str, Any]:
 
 
 def decode_seconds(row: Row) -> float:
-    """In the verbs, as `Generation.decode_seconds`."""
-    return sum(row["seconds"].values()) - row["seconds"]["prefill"]
+    """As `Generation.decode_seconds`."""
+    return clock.decode_seconds(row["seconds"])
 
 
 def seconds_a_token(row: Row) -> float:

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from graft.eval.bootstrap import interval
-from graft.eval.metrics import OVERHEAD, Method
+from graft.eval.metrics import Method
 from graft.eval.plots import Picture
 from graft.eval.tables import FAMILIES, Block, family_of, label, mats
 
@@ -28,7 +28,7 @@ COLORS = {
 }
 OTHER = "#56b4e9"
 THIRDS = (("sure", "#009e73"), ("middling", "#e69f00"), ("unsure", "#d55e00"))
-PARTS = {"drafter": "#56b4e9", "target": "#0072b2", "building": "#e69f00", "all else": "#8c8c8c"}
+STACK = {"drafter": "#56b4e9", "target": "#0072b2", "building": "#e69f00", "all else": "#8c8c8c"}
 
 
 def color_of(name: str) -> str:
@@ -151,18 +151,18 @@ def difficulty(block: Block) -> Figure | None:
 
 
 def time(block: Block) -> Figure | None:
-    """Milliseconds of a round, stacked by what they are spent on."""
+    """Milliseconds of a round, stacked by what they are spent on; building is with scoring."""
     found = [m for m in block.methods.values() if m.mean.draft]
     if not found:
         return None
     figure, axes = canvas(height=1 + 0.32 * len(found))
     names, left = [label(m.name) for m in found], np.zeros(len(found))
-    building = np.array([m.mean.overhead["build"] for m in found])
-    rest = np.array([sum(m.mean.overhead[v] for v in OVERHEAD) for m in found]) - building
-    whole = np.array([m.mean.round_ms for m in found])
-    drafting = whole * [m.mean.draft for m in found]
-    verifying = whole * [m.mean.verify for m in found]
-    for (what, color), ms in zip(PARTS.items(), (drafting, verifying, building, rest), strict=True):
+    parts = [m.mean.parts for m in found]
+    drafting = np.array([part["drafter's pass"] for part in parts])
+    verifying = np.array([part["target's pass"] for part in parts])
+    building = np.array([part["scoring"] + part["building"] for part in parts])
+    rest = np.array([sum(part.values()) for part in parts]) - drafting - verifying - building
+    for (what, color), ms in zip(STACK.items(), (drafting, verifying, building, rest), strict=True):
         axes.barh(names, ms, 0.7, left=left, color=color, label=what)
         left = left + ms
     for place, method in enumerate(found):

@@ -17,13 +17,26 @@ from typing import Any
 import numpy as np
 
 from graft.budgets.cost import CostTable
+from graft.core.clock import PYTHON
 from graft.core.errors import InputError
 from graft.eval.benchmark import Row, decode_seconds, predicted_seconds_a_token, seconds_a_token
 from graft.eval.bootstrap import interval, resampled_means
 from graft.eval.fate import KINDS
 
 PASSES = ("propose", "verify")  # the drafter's and the target's
-OVERHEAD = ("allocate", "build", "trim", "accept", "commit")  # all else in a round
+PARTS = {  # of a round, by its stages (core/clock.py): a verb, or whatever verb's part
+    "drafter's pass": ("propose",),
+    "target's pass": ("verify",),
+    "scoring": ("score",),
+    "building": ("build",),
+    "budget": ("allocate", "trim"),
+    "masks and positions": ("masks",),
+    "sampling": ("sample",),
+    "acceptance": ("accept",),
+    "cache": ("commit",),
+    "Python between": (PYTHON,),
+}
+_PART = {stage: part for part, stages in PARTS.items() for stage in stages}
 MEAN = "mean"  # over the sets
 
 
@@ -40,7 +53,7 @@ class Cell:
     draft: float  # shares of decoding time: draft, verify, other; they sum to 1
     verify: float
     other: float
-    overhead: Mapping[str, float]  # ms a round of each verb outside the passes
+    parts: Mapping[str, float]  # ms a round of each of PARTS; 0 where nobody measured it
     nodes: float  # drafted, mean over rounds
     nodes_sd: float
     mismatch: float  # of the rounds that fail before the full depth
@@ -123,6 +136,16 @@ def aligned(rows: Sequence[Row]) -> tuple[dict[str, list[Row]], np.ndarray, np.n
     return table, sources, np.array([prompt for prompt, _ in order])
 
 
+def parts_of(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of decoding by PARTS, which sum to them."""
+    found = dict.fromkeys(PARTS, 0.0)
+    for stage, took in seconds.items():
+        verb, _, part = stage.partition("/")
+        if verb != "prefill":
+            found[_PART[part or verb]] += took
+    return found
+
+
 def mat_of(row: Row) -> float:
     """Tokens a round of one response."""
     return float(np.mean(row["committed"]))
@@ -192,7 +215,9 @@ def _cell(rows: Sequence[Row], base: Sequence[Row]) -> Cell:
     plain = np.array([seconds_a_token(row) for row in base])
     nodes = np.concatenate([row["nodes"] for row in rows])
     whole = sum(map(decode_seconds, rows))
-    draft, verify = (sum(row["seconds"].get(verb, 0.0) for row in rows) / whole for verb in PASSES)
+    stages = dict.fromkeys(stage for row in rows for stage in row["seconds"])
+    spent = {stage: sum(row["seconds"].get(stage, 0.0) for row in rows) for stage in stages}
+    draft, verify = (spent.get(verb, 0.0) / whole for verb in PASSES)
     fates = [KINDS[fate] for row in rows for fate in row.get("fates", ())]
     failed = len(fates) - fates.count("cap")
     return Cell(
@@ -205,10 +230,7 @@ def _cell(rows: Sequence[Row], base: Sequence[Row]) -> Cell:
         draft=draft,
         verify=verify,
         other=1 - draft - verify,
-        overhead={
-            verb: 1e3 * sum(row["seconds"].get(verb, 0.0) for row in rows) / len(nodes)
-            for verb in OVERHEAD
-        },
+        parts={part: 1e3 * took / len(nodes) for part, took in parts_of(spent).items()},
         nodes=float(nodes.mean()),
         nodes_sd=float(nodes.std()),
         mismatch=fates.count("mismatch") / failed if failed else 0.0,

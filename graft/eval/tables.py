@@ -16,7 +16,8 @@ import numpy as np
 from graft.data.published import Published
 from graft.eval.bootstrap import interval
 from graft.eval.fate import KINDS
-from graft.eval.metrics import MEAN, OVERHEAD, Method, ratio
+from graft.eval.limits import Passes
+from graft.eval.metrics import MEAN, PARTS, Method, ratio
 from graft.eval.page import TableData
 
 NAMES = {
@@ -125,22 +126,48 @@ def head_to_head(block: Block, focus: str) -> TableData:
 
 
 def times(block: Block) -> TableData:
-    """Where a round's time goes; the overhead as a share of the verify pass, and its parts."""
+    """Where a round's time goes, part by part: the parts of a method sum to its round."""
+    cells = [method.mean for method in block.methods.values()]
     rows = []
-    for name, method in block.methods.items():
-        cell = method.mean
-        if not cell.draft:
-            rows.append(
-                [label(name), f"{cell.round_ms:.1f}", "", "", "", "", *[""] * len(OVERHEAD)]
-            )
-            continue
-        row = [label(name), f"{cell.round_ms:.1f}"]
-        row += [f"{100 * share:.1f} %" for share in (cell.draft, cell.verify, cell.other)]
-        row += [f"{100 * cell.other / cell.verify:.1f} %"]
-        rows.append([*row, *(f"{cell.overhead[verb]:.2f}" for verb in OVERHEAD)])
-    headings = ["", "ms a round", "draft", "verify", "other", "other / verify"]
-    headings += [f"{verb}, ms" for verb in OVERHEAD]
-    return TableData(f"Where the time goes: {block.title}", headings, rows)
+    for part in PARTS:
+        shares = [(cell.parts[part], 100 * cell.parts[part] / cell.round_ms) for cell in cells]
+        rows.append([part, *(f"{ms:.3f} ({of:.1f} %)" if ms else "" for ms, of in shares)])
+    rows.append(["the round", *(f"{sum(cell.parts.values()):.3f}" for cell in cells)])
+    over = [f"{100 * cell.other / cell.verify:.1f} %" for cell in cells]
+    rows.append(["all but the passes / target's pass", *over])
+    names = [label(name) for name in block.methods]
+    caption = f"Where the time goes, ms a round (share of it): {block.title}"
+    return TableData(caption, ["", *names], rows)
+
+
+def passes(found: Passes) -> TableData:
+    """Each pass beside the machine's limit: what is near 1 cannot be had faster."""
+    through_torch = any(one.eager is not None for one in found.passes)
+    rows = []
+    for one in found.passes:
+        kind = "verify" if one.kind == "verify" else "drafter's pass"
+        name = f"{kind}, {one.rows} rows" if one.rows > 1 else "plain step"
+        times = [one.seconds, *([one.eager] if through_torch else [])]
+        limit = found.limit(one.work) if one.work else None
+        row = [name, _ms(limit) if limit else ""]
+        row.append("" if not one.work else "reading" if found.reads(one.work) else "arithmetic")
+        for took in times:
+            row += [_ms(took) if took else ""]
+            row += [f"{took / limit:.2f}x" if took and limit else ""]
+        rows.append([*row, f"{one.seconds / found.step:.2f}"])
+    headings = ["", "limit, ms", "set by", "pass, ms", "/ limit"]
+    headings += ["through torch, ms", "/ limit"] if through_torch else []
+    caption = (
+        f"Passes at context {found.context} beside the machine's limit: reading "
+        f"{found.bandwidth / 1e9:.3g} GB/s, multiplying {found.rate / 1e9:.3g} GFLOP/s"
+    )
+    return TableData(caption, [*headings, "pass / plain step"], rows)
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds, three digits of them."""
+    ms = 1e3 * seconds
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 def losses(block: Block) -> TableData:

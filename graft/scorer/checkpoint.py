@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from graft.core.clock import Part
 from graft.core.errors import InputError
 from graft.core.fingerprint import fingerprint
 from graft.core.types import Draft
@@ -65,6 +66,7 @@ class EdgeScorer:
         self._compiled = compiled(self.net, self._tables, self.config["candidates"])
         return self
 
+    @Part("score")
     @torch.inference_mode()
     def edge_logits(self, draft: Draft) -> tuple[np.ndarray, np.ndarray]:
         """The K candidates [D, K] that are scored, and their logits in rows [D, 1 + K + G, K + 1]

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from graft.core.clock import Part
 from graft.core.errors import InputError
 from graft.core.fingerprint import fingerprint
 from graft.core.types import DraftTree, Step
@@ -87,8 +88,9 @@ class HFTarget:
             return self._pass(tree.tokens, tree.depths, tree.visible)
         if self._captured is not None and self._captured.take(len(tree)):
             return self._captured.verify(tree)
-        ids = torch.from_numpy(tree.tokens).to(self.device)
-        positions = torch.from_numpy(tree.depths).to(self.device) + self.cache.length
+        with Part("masks"):
+            ids = torch.from_numpy(tree.tokens).to(self.device)
+            positions = torch.from_numpy(tree.depths).to(self.device) + self.cache.length
         hidden, taps = self._run(ids, positions, mask=self.mask(tree))
         return Step(self.decoder.logits(hidden), taps)
 
@@ -148,10 +150,11 @@ class HFTarget:
         assert self._network is not None
         length = self.cache.length
         self.cache.reserve(len(tokens))
-        rows = [Rows(self.cache.buffer, length, visible)]
+        with Part("masks"):
+            positions, rows = depths + length, [Rows(self.cache.buffer, length, visible)]
         tapped = self.decoder.tapped
         logits, best, taps = self._network.decode(
-            tokens, depths + length, rows, tapped=tapped, first=first
+            tokens, positions, rows, tapped=tapped, first=first
         )
         return Step(logits, taps, best)
 
@@ -161,6 +164,7 @@ class HFTarget:
         self.cache.reserve(len(ids))
         return self.decoder.run(ids, positions, self.decoder.cached(self.cache, mask))
 
+    @Part("masks")
     def mask(self, tree: DraftTree) -> torch.Tensor | None:
         """Additive mask [N, T + N]: 0 where visible, else the dtype's minimum, never -inf."""
         n, length = len(tree), self.cache.length
