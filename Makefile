@@ -46,7 +46,7 @@ demo: setup ## Collect, train, fit, race and report on the default target, in mi
 	$(BIN)/python train.py name=demo data.held_out=40 trainer.max_steps=600 trainer.val_check_interval=100
 	$(BIN)/python scripts/fit.py name=demo contexts=[1,512] sizes=$(SIZES) repeats=10
 	$(BIN)/python scripts/eval.py name=demo methods=demo prompts=data/prompts/own.jsonl per_set=null max_new_tokens=96 \
-	  +method@methods.tdes_mine=graft_tdes methods.tdes_mine.builder.scorer=data/scorers/demo methods.tdes_mine.budget.nodes=15
+	  +method@methods.tdes_mine=graft_tdes methods.tdes_mine.builder.scorer=data/scorers/demo methods.tdes_mine.budget.nodes=7
 	$(BIN)/python scripts/report.py name=demo
 
 # Against what users would pick, with constants measured anew for this machine. llama.cpp comes by the extra `race`.

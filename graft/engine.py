@@ -152,16 +152,17 @@ def load(
     *,
     drafter: str | None = None,
     scorer: str | None = None,
-    nodes: int = 15,
-    dtype: str | None = None,
+    nodes: int | None = None,
+    dtype: str = "bfloat16",
     device: str = "auto",
 ) -> Engine:
     """An engine for a pair by name (`PAIRS`), or for any target, a hub id or a folder.
 
     `drafter`, a hub id or a folder of a DFlash checkpoint, replaces the pair's; another target
     needs one. `scorer`, a folder, makes TDES trees, which "smollm2" has its own for; without one
-    trees are DDTree's. Rounds draft `nodes` tokens. `dtype` is float32 on a CPU, where the tokens
-    are those of plain decoding, and bfloat16 on a GPU, where near-ties can flip. Raises InputError.
+    trees are DDTree's. Rounds draft `nodes` tokens: 7 on a CPU, where more than 8 rows cost, 15 on
+    a GPU. The tokens are those of plain decoding; where passes are not compiled for a CPU,
+    bfloat16 can flip near-ties, and float32 does not. Raises InputError.
     """
     if name not in PAIRS and not drafter:
         raise InputError(
@@ -171,10 +172,9 @@ def load(
     if name == "smollm2" and not drafter and scorer is None:
         scorer = SCORER
     checkpoint, own_drafter = PAIRS.get(name, (name, ""))
-    budget = Fixed(nodes)  # all that is cheap to refuse comes before the models
+    on_gpu = hf.parse_device(device).type == "cuda"  # what is cheap to refuse comes first
+    budget = Fixed(nodes if nodes is not None else 15 if on_gpu else 7)
     builder = DDTree() if scorer is None else tdes.load(scorer)
-    if dtype is None:
-        dtype = "bfloat16" if hf.parse_device(device).type == "cuda" else "float32"
     target = hf.load(checkpoint, dtype=dtype, device=device)
     bound = dflash.load(drafter or own_drafter, target)
     if isinstance(builder, tdes.TDES):

@@ -56,9 +56,10 @@ TEXTS = {
     "(budget); a node did, under another parent (mismatch); or the path had reached the full depth "
     "(cap). The mismatch rate is over the rounds that stop short of it. It falls by itself as "
     "budgets shrink: compare it at equal budget.",
-    "lossless": "In fp32 every response of ours must be plain decoding's. In bf16 a pass "
-    "over many rows rounds otherwise than a pass over one, and near-ties flip: the gap says how "
-    "near. Above T = 0 the library's generate draws from a stream of its own.",
+    "lossless": "In fp32 every response of ours must be plain decoding's, and in bf16 too where "
+    "passes are compiled for a CPU. Elsewhere a pass over many rows rounds otherwise than a pass "
+    "over one, and near-ties flip: the gap says how near. Above T = 0 the library's generate "
+    "draws from a stream of its own.",
     "published": "Other machines, other baselines, other lengths: compare MAT first.",
     "pictures": "The same results, drawn.",
 }
@@ -222,7 +223,7 @@ def summary(block: Block, focus: str) -> list[tuple[str, str]]:
     if "library" in block.methods:
         value, _ = ratio(mine, block.methods["library"])
         found.append((f"{value:.2f}x", "over the library's own generate"))
-    kind = "in fp32" if block.dtype == "float32" else f"in {block.dtype}: near-ties flip"
+    kind = f"in {block.dtype}" + (": near-ties flip" if mine.parted else "")
     return [*found, (f"{mine.parted} of {mine.responses}", f"responses unlike AR's {kind}")]
 
 

@@ -31,8 +31,8 @@ from graft.eval.metrics import MEAN, ratio, summarise
 from graft.targets import hf, tiny
 
 METHODS = (
-    *("methods=demo", "~methods.library", "~methods.tdes_15", "~methods.graft"),
-    *("+method@methods.four=ddtree", "methods.four.budget.nodes=4", "~methods.ddtree_15"),
+    *("methods=demo", "~methods.library", "~methods.tdes_7", "~methods.graft"),
+    *("+method@methods.four=ddtree", "methods.four.budget.nodes=4", "~methods.ddtree_7"),
 )
 NAMES = ["ar", "chain", "four"]
 TALK = [{"id": str(i), "turns": ["What is a tree?"[i:], "And a token?"]} for i in range(3)]

@@ -26,7 +26,7 @@ from graft.targets import hf, tiny
 from graft.trees.ddtree import DDTree
 
 PROMPT = list(b"What is a tree of tokens?")
-METHODS = ("methods=demo", *(f"~methods.{name}" for name in ("library", "tdes_15", "graft")))
+METHODS = ("methods=demo", *(f"~methods.{name}" for name in ("library", "tdes_7", "graft")))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -156,7 +156,7 @@ def test_a_race_is_told():
 
 
 def test_results_become_a_table(monkeypatch, tmp_path, capsys):
-    mine = [*arguments(tmp_path), *METHODS, "per_set=1", "max_new_tokens=8", "~methods.ddtree_15"]
+    mine = [*arguments(tmp_path), *METHODS, "per_set=1", "max_new_tokens=8", "~methods.ddtree_7"]
     assert run(monkeypatch, stage, *mine) == 0
     places = (f"results={tmp_path / 'results'}", f"paths.outputs={tmp_path / 'outputs'}")
     capsys.readouterr()

@@ -22,8 +22,8 @@ from graft.eval.metrics import PARTS, summarise
 from graft.eval.tables import Block
 
 RACE = (
-    *("methods=demo", "~methods.library", "~methods.graft", "~methods.ddtree_15"),
-    *("~methods.tdes_15", "+method@methods.ddtree_4=ddtree", "methods.ddtree_4.budget.nodes=4"),
+    *("methods=demo", "~methods.library", "~methods.graft", "~methods.ddtree_7"),
+    *("~methods.tdes_7", "+method@methods.ddtree_4=ddtree", "methods.ddtree_4.budget.nodes=4"),
     *("+method@methods.ddtree_9=ddtree", "methods.ddtree_9.budget.nodes=9"),
     *("+method@methods.tdes_4=graft_tdes", "methods.tdes_4.budget.nodes=4"),
 )
