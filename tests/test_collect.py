@@ -364,7 +364,7 @@ def test_other_settings_do_not_go_into_the_same_folder(collection, tmp_path):
         ("drafter.seed=1", "drafter.fingerprint"),
         ("target.seed=1", "target.fingerprint"),
         ("drafter.candidates=5", "shape.K (4, not 5)"),
-        ("method.budget.nodes=5", "settings.method.budget.nodes (7, not 5)"),
+        ("method.budget.nodes=5", "settings.method.budget.nodes (16, not 5)"),
     ]:
         code, _, err = collection("out", change)
         assert code == 2

@@ -114,7 +114,7 @@ def test_constants_from_anchors(fitted, made, tmp_path):
         assert speeds[SIZES.index(best)] == speeds.max()
     assert constants.fitted in ("lomax", "arrival")
     # The rounds of 60 % of the prompts, as a walk at the method's own budget takes them.
-    anchors, pace = Anchors([made.folder / "all"]), Replay(DDTree(), Fixed(16))
+    anchors, pace = Anchors([made.folder / "all"]), Replay(DDTree(), Fixed(7))
     watched = watch_anchors(anchors, DDTree(), pace=pace, largest=8, window=8)
     learn, held = fit.split(watched, 0.4, 0)
     assert constants.found["rounds"] == len(learn)

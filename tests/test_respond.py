@@ -13,11 +13,12 @@ import launch
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft.core.errors import InputError
-from graft.core.types import Request
+from graft.core.types import Request, Step
 from graft.data.responses import SCHEMA, finished_ids, read_responses
 from graft.data.shards import next_shard, read_shard, shard_files, write_shard
 from graft.decode import autoregressive, batched
@@ -91,14 +92,13 @@ def test_a_looping_answer_ends_and_is_counted(target):
             return self._says(0)
 
         def step(self, tokens):
-            import torch
-
-            return torch.stack([self._says(token) for token in tokens])
+            return Step(torch.cat([self._says(token).logits for token in tokens]), torch.empty(0))
 
         def _says(self, token: int):
-            import torch
-
-            return torch.nn.functional.one_hot(torch.tensor(token % 3 + 1), 5).float()
+            return Step(
+                torch.nn.functional.one_hot(torch.tensor([token % 3 + 1]), 5).float(),
+                torch.empty(0),
+            )
 
         def release(self, slot: int) -> None:
             self.occupied -= 1
